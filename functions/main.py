@@ -83,8 +83,14 @@ def on_job_event(event: Any) -> None:
 
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, attempt} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "provision", lambda body: partial(provision_run, **_caller(body), attempt=_attempt(body)))
+    """{run, execution, attempt, callback_url?} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
+    return _stage(
+        request,
+        "provision",
+        lambda body: partial(
+            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body.get("callback_url", ""))
+        ),
+    )
 
 
 @functions_framework.http
@@ -119,7 +125,7 @@ def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 @functions_framework.http
 def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, scope, keep_endpoint, outcome?} → GONE | PENDING | SUPERSEDED"""
+    """{run, execution, scope, keep_endpoint, outcome?, ends?} → GONE | ENDED | PENDING | SUPERSEDED"""
     return _stage(
         request,
         "teardown",
@@ -129,6 +135,7 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
             scope=_one_of(SCOPES, body, "scope"),
             keep_endpoint=_one_of((False, True), body, "keep_endpoint"),
             outcome=_outcome(body.get("outcome")),
+            ends=_one_of((False, True), {"ends": False, **body}, "ends"),
         ),
     )
 

@@ -8,7 +8,8 @@ resource "google_workflows_workflow" "run" {
   call_log_level      = "LOG_ERRORS_ONLY"
   deletion_protection = var.deletion_protection
 
-  depends_on = [google_project_service.api, terraform_data.workflows_agent]
+  # The functions first: they also serve executions of the workflow before, and older functions do not serve this one.
+  depends_on = [google_project_service.api, terraform_data.workflows_agent, google_cloudfunctions2_function.function]
 }
 
 # A project that never had a workflow has no service agent of Workflows, and the first workflow is refused for want of it

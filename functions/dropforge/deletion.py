@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import NamedTuple
+
 from .base import names
 from .base.errors import CloudError, ErrorClass
 from .base.redact import cut
 from .context import Context
-from .run.record import LedgerEntry, Record, ResourceState
+from .run.record import Ledger, LedgerEntry, Record, ResourceState
+
+
+class Deleted(NamedTuple):
+    """The entries of a ledger that still exist, and the names of the resources that were seen not to exist."""
+
+    remaining: list[LedgerEntry]
+    gone: list[str]
 
 
 def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False) -> list[LedgerEntry]:
     """Start, or continue, the deletion of every remaining resource of a run; return the entries that still exist.
 
+    The ledger gets a note of those that are gone. Raises CloudError as `delete_all` does.
+    """
+    return note_gone(context, run, delete_all(context, context.store.ledger(run), keep_endpoint=keep_endpoint))
+
+
+def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Deleted:
+    """Start, or continue, the deletion of every remaining resource in a ledger. The caller notes what is gone.
+
     A resource that cannot be deleted does not stop the others: its CloudError is raised after them.
     """
-    remaining, refusals = [], []
-    for entry in context.store.ledger(run).remaining():
+    run, deleted, refusals = ledger.run, Deleted([], []), []
+    for entry in ledger.remaining():
         if keep_endpoint and entry.is_endpoint(run):
             continue
         try:
@@ -24,12 +42,20 @@ def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False)
             refusals.append(error)
             continue
         if is_gone:
-            context.store.note(run, entry.name, ResourceState.GONE)
+            deleted.gone.append(entry.name)
         else:
-            remaining.append(entry)
+            deleted.remaining.append(entry)
     if refusals:
+        note_gone(context, run, deleted)
         raise refusals[0]
-    return remaining
+    return deleted
+
+
+def note_gone(context: Context, run: str, deleted: Deleted) -> list[LedgerEntry]:
+    """Note in the ledger what is gone; return the entries that still exist."""
+    if deleted.gone:
+        context.store.note(run, deleted.gone, ResourceState.GONE)
+    return deleted.remaining
 
 
 def delete_resource(context: Context, run: str, kind: str, name: str) -> bool:
@@ -58,10 +84,11 @@ def end_endpoint(context: Context, run: str) -> bool:
 
 def note_endpoint_ended(context: Context, run: str) -> None:
     """Note in the record when the endpoint ended; a noted time stays."""
+    context.store.update(run, lambda record: with_endpoint_ended(record, context.now()))
 
-    def change(record: Record) -> Record:
-        if record.endpoint is None or record.endpoint.ended:
-            return record
-        return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": context.now()})})
 
-    context.store.update(run, change)
+def with_endpoint_ended(record: Record, now: datetime) -> Record:
+    """The record with the end of its endpoint, if it has an endpoint; a noted time stays."""
+    if record.endpoint is None or record.endpoint.ended:
+        return record
+    return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": now})})

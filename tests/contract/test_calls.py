@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the fixture waits 
 
 # Permissions that no run of this test needs, and the case that needs them.
 NOT_STARTED = "needed when a pod does not start"
-WARNS = "needed when a run has used half of its budget, or is stuck"
+OLDER = "needed by executions that began with a workflow from before 2026-11-24"
 KEYED = "needed when a spec with an endpoint that has a key comes by a message, or is submitted again"
 EXISTS_ALREADY = "needed when an earlier call has created the object and its answer was lost"
 # The local stack lacks these: the platform's own log, and the docker of a machine.
@@ -62,8 +62,10 @@ UNUSED = {
     Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
-    Grant("inspect", "run_events_topic", "pubsub.topics.publish"): WARNS,
-    Grant("inspect", "webhook_secrets", "secretmanager.versions.access"): WARNS,
+    Grant("notify", "run_events_topic", "pubsub.topics.publish"): OLDER,
+    Grant("notify", "webhook_secrets", "secretmanager.versions.access"): OLDER,
+    Grant("notify", "run_objects", "storage.objects.create"): OLDER,
+    Grant("notify", "run_objects", "storage.objects.delete"): OLDER,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",

@@ -13,27 +13,30 @@ from workflows_engine import ScriptedMocks, Simulation, simulate
 SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
 URL = "https://functions.example/dropforge-"
 
-RUNNING = {"status": "RUNNING", "deadline": 2e9}  # the virtual clock never reaches it
-TRAINED = {"status": "SUCCEEDED", "started": True, "serve": True, "gate": {"passed": True}}
+# The virtual clock never reaches the deadline.
+RUNNING = {"status": "RUNNING", "deadline": 2e9, "attempt": 1, "wait_seconds": 2}
+TRAINED = {"status": "SUCCEEDED", "serve": True, "gate": {"passed": True}}
 TRAINED_ONLY = {**TRAINED, "serve": False}
-WAITING = {"status": "WAITING", "started": True, "wait_seconds": 300}
+WAITING = {"status": "WAITING", "wait_seconds": 300}
 READY = {"status": "READY"}
-GONE = {"status": "GONE"}
-NOTIFIED = {"status": "NOTIFIED"}
+GONE = {"status": "GONE", "cancelled": False}
 SUPERSEDED = {"status": "SUPERSEDED"}
 FINAL: dict[str, dict[str, Any]] = {
     "provision": RUNNING,
     "inspect": TRAINED,
     "deploy": READY,
-    "teardown": GONE,
-    "notify": NOTIFIED,
+    "teardown": {"status": "ENDED", "state": "SUCCEEDED"},
 }
-PREEMPTED = {"status": "FAILED", "retry": True, "started": True, "error": {"error_class": "preempted", "message": "x"}}
+PREEMPTED = {"status": "FAILED", "retry": True, "error": {"error_class": "preempted", "message": "x"}}
 CANCELLED = {"status": "CANCELLED", "retry": False, "error": {"error_class": "cancelled", "message": "x"}}
 
 
 def error_of(error_class: str) -> dict[str, Any]:
     return {"error_class": error_class, "message": "why", "hint": ""}
+
+
+def ended(state: str) -> dict[str, Any]:
+    return {"status": "ENDED", "state": state}
 
 
 def failed(error_class: str) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """The called functions in order; notify with its state, teardown with its scope."""
+        """The called functions in order; teardown with its scope and, at the run's end, its outcome."""
         return [_stage(call.arguments) for call in self.mocks.calls if call.call == "http.post"]
 
     def bodies(self, name: str) -> list[Mapping[str, Any]]:
@@ -81,8 +84,10 @@ def _rule(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _stage(arguments: Mapping[str, Any]) -> str:
     name, body = str(arguments["url"]).removeprefix(URL), _body(arguments)
-    detail = {"notify": "state", "teardown": "scope"}.get(name)
-    return f"{name} {body[detail]}" if detail else name
+    if name != "teardown":
+        return name
+    assert body["ends"] is (body["outcome"] is not None)
+    return f"teardown {body['scope']}" + (f" {body['outcome']['state']}" if body["ends"] else "")
 
 
 def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,21 +95,21 @@ def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return body
 
 
-END = ["teardown run", "notify SUCCEEDED"]
-FAIL = ["teardown run", "notify FAILED"]
+END = ["teardown run SUCCEEDED"]
+FAIL = ["teardown run FAILED"]
 
 
 def test_a_served_run() -> None:
     run = Run()
     assert run.status == "SUCCEEDED"
-    assert run.stages == ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", *END]
+    assert run.stages == ["provision", "inspect", "teardown attempt", "deploy", *END]
     assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, True]
 
 
 def test_a_train_only_run() -> None:
     run = Run(inspect=[TRAINED_ONLY])
     assert run.status == "SUCCEEDED"
-    assert run.stages == ["provision", "inspect", "notify TRAINING", *END]
+    assert run.stages == ["provision", "inspect", *END]
 
 
 def test_every_call_names_this_execution_and_carries_a_token_for_its_url() -> None:
@@ -116,41 +121,43 @@ def test_every_call_names_this_execution_and_carries_a_token_for_its_url() -> No
 
 @pytest.mark.parametrize("callbacks", [[{"timeout": True, "times": "always"}], [{"body": {}, "times": "always"}]])
 def test_a_time_out_and_a_callback_both_lead_to_inspect(callbacks: list[dict[str, Any]]) -> None:
-    run = Run(callbacks, inspect=[{**WAITING, "started": False}, WAITING, WAITING, TRAINED_ONLY])
-    assert run.stages == ["provision", "inspect", "inspect", "notify TRAINING", "inspect", "inspect", *END]
-    assert len({body["callback_url"] for body in run.bodies("inspect")}) == 1
+    run = Run(callbacks, inspect=[WAITING, WAITING, WAITING, TRAINED_ONLY])
+    assert run.stages == ["provision", "inspect", "inspect", "inspect", "inspect", *END]
+    assert len({body["callback_url"] for body in [*run.bodies("provision"), *run.bodies("inspect")]}) == 1
 
 
 def test_a_pending_stage_is_called_again() -> None:
     pending = {"status": "PENDING", "wait_seconds": 5}
-    run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[GONE, pending, GONE])
+    run = Run(
+        provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[GONE, pending, ended("SUCCEEDED")]
+    )
     assert run.status == "SUCCEEDED"
-    assert [run.stages.count(name) for name in ("provision", "deploy", "teardown run")] == [3, 2, 2]
+    assert [run.stages.count(name) for name in ("provision", "deploy", *END)] == [3, 2, 2]
 
 
 def test_the_training_machine_is_deleted_before_the_endpoint_is_created() -> None:
     pending = {"status": "PENDING", "wait_seconds": 3}
-    run = Run(teardown=[pending, {"code": 503}, pending, GONE])
+    run = Run(teardown=[pending, {"code": 503}, pending, GONE, ended("SUCCEEDED")])
     assert run.status == "SUCCEEDED"
-    assert run.stages[3:] == [*["teardown attempt"] * 4, "deploy", *END]
+    assert run.stages[2:] == [*["teardown attempt"] * 4, "deploy", *END]
 
 
 @pytest.mark.parametrize("error_class", ["config", "data", "permission", "out_of_memory", "deadline", "code"])
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
-def test_each_failure_tears_down_and_notifies(where: str, error_class: str) -> None:
-    run = Run(**{where: [failed(error_class)]})
+def test_each_failure_tears_down_and_ends_the_run(where: str, error_class: str) -> None:
+    run = Run(**{where: [failed(error_class)], "teardown": [ended("FAILED")]})
     assert run.status == "FAILED"
     assert run.error_class == error_class
-    assert run.stages[-2:] == FAIL
+    assert run.stages[-1:] == FAIL
     assert run.bodies("teardown")[-1]["keep_endpoint"] is False
-    assert run.bodies("notify")[-1]["error"] == error_of(error_class)
+    assert run.bodies("teardown")[-1]["outcome"]["error"] == error_of(error_class)
 
 
 def test_a_failed_gate_deploys_nothing() -> None:
     run = Run(inspect=[{**TRAINED, "gate": {"passed": False, "error": error_of("gate")}}])
     assert run.error_class == "gate"
     assert "deploy" not in run.stages
-    assert run.stages[-2:] == FAIL
+    assert run.stages[-1:] == FAIL
 
 
 @pytest.mark.parametrize("where", ["provision", "inspect"])
@@ -164,36 +171,30 @@ def test_a_failure_that_allows_a_retry_leads_to_another_attempt_after_teardown(w
 
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_cancel_wins_at_every_step(where: str) -> None:
-    run = Run(**{where: [CANCELLED]})
+    run = Run(**{where: [CANCELLED], "teardown": [ended("CANCELLED")]})
     assert run.status == "CANCELLED"
-    assert run.stages[-2:] == ["teardown run", "notify CANCELLED"]
+    assert run.stages[-1] == "teardown run CANCELLED"
 
 
-def test_cancel_wins_even_after_the_endpoint_is_ready() -> None:
-    run = Run(teardown=[{"status": "GONE", "cancelled": True}])
+def test_the_state_in_which_teardown_ends_the_run_counts() -> None:
+    """A cancel may arrive after the endpoint is ready, or after a failure."""
+    run = Run(teardown=[GONE, ended("CANCELLED")])
     assert run.status == "CANCELLED"
-    assert run.stages[-1] == "notify CANCELLED"
-
-
-def test_cancel_wins_between_the_teardown_and_the_end() -> None:
-    run = Run(notify=[NOTIFIED, {"status": "CANCELLED"}, NOTIFIED])
-    assert run.status == "CANCELLED"
-    assert run.stages[-4:] == ["teardown run", "notify SUCCEEDED", "teardown run", "notify CANCELLED"]
-    assert [body["keep_endpoint"] for body in run.bodies("teardown")[1:]] == [True, False]
-
-
-def test_cancel_wins_over_a_failure() -> None:
-    run = Run(inspect=[failed("code")], teardown=[{"status": "GONE", "cancelled": True}])
+    run = Run(inspect=[failed("code")], teardown=[ended("CANCELLED")])
     assert run.status == "CANCELLED"
     assert run.error_class == "code"
-    assert run.stages[-1] == "notify CANCELLED"
+
+
+def test_an_execution_that_loses_its_run_during_the_teardown_says_so() -> None:
+    run = Run(inspect=[TRAINED_ONLY], teardown=[{**SUPERSEDED, "state": "FAILED"}])
+    assert run.status == "SUPERSEDED"
 
 
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
     assert run.status == "SUPERSEDED"
-    assert "teardown run" not in run.stages
+    assert not any(stage.startswith("teardown run") for stage in run.stages)
     assert run.stages.count("teardown attempt") == (where == "deploy")  # the function refuses it
 
 
@@ -201,7 +202,7 @@ def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     "fault",
     [{"code": 429}, {"code": 503}, {"code": 500}, {"raise": {"tags": ["ConnectionError"], "message": "reset"}}],
 )
-@pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown", "notify"])
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown"])
 def test_a_transient_error_is_retried(where: str, fault: dict[str, Any]) -> None:
     run = Run(**{where: [fault, fault, FINAL[where]]})
     assert run.status == "SUCCEEDED"
@@ -210,11 +211,11 @@ def test_a_transient_error_is_retried(where: str, fault: dict[str, Any]) -> None
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 @pytest.mark.parametrize("fault", [{"code": 400}, {"code": 404}, {"code": 503}])
 def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, fault: dict[str, Any]) -> None:
-    answers = {"provision": [{**RUNNING, "deadline": 0}]}
+    answers = {"provision": [{**RUNNING, "deadline": 0}], "teardown": [ended("FAILED")]}
     run = Run(**{**answers, where: [fault]})
     assert run.error_class == "infrastructure"
     assert str(fault["code"]) in run.simulation.result["error"]["message"]
-    assert run.stages[-2:] == FAIL
+    assert run.stages[-1:] == FAIL
 
 
 OUTAGE: list[dict[str, Any]] = [{"code": 503}] * 9 * 10  # ten times as many as call_function retries
@@ -231,7 +232,7 @@ def test_an_outage_of_a_function_does_not_end_a_healthy_run(where: str) -> None:
 def test_a_permanent_error_ends_the_run_at_once(where: str, code: int) -> None:
     run = Run(**{where: [{"code": code}]})
     assert run.stages.count(where) == 1
-    assert run.stages[-2:] == FAIL
+    assert run.stages[-1:] == FAIL
 
 
 def test_the_workflow_waits_for_an_outage_until_the_deadline_of_the_attempt_only() -> None:
@@ -247,9 +248,9 @@ def test_a_callback_ends_the_wait_of_an_outage() -> None:
 
 
 def test_teardown_is_retried_until_it_succeeds() -> None:
-    run = Run(inspect=[TRAINED_ONLY], teardown=[*[{"code": 500}] * 30, GONE])
+    run = Run(inspect=[TRAINED_ONLY], teardown=[*[{"code": 500}] * 30, ended("SUCCEEDED")])
     assert run.status == "SUCCEEDED"
-    assert run.stages.count("teardown run") == 31  # the first answer that counts is GONE
+    assert run.stages.count(*END) == 31
 
 
 def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
@@ -257,29 +258,11 @@ def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
     assert run.simulation.state == "FAILED"
 
 
-def test_a_notification_that_cannot_be_delivered_does_not_fail_the_run() -> None:
-    run = Run(notify=[NOTIFIED, {"status": "UNTOLD"}])
-    assert run.status == "SUCCEEDED"
-    assert run.stages.count("notify SUCCEEDED") == 31
-
-
-def test_a_failed_notification_of_training_delays_nothing() -> None:
-    run = Run(notify=[*[{"code": 503}] * 9, NOTIFIED])
-    assert run.status == "SUCCEEDED"
-    assert run.stages[-2:] == END
-    assert run.stages.count("notify TRAINING") == 9  # the tries of call_function
-
-
 @pytest.mark.parametrize("fault", [{"code": 503}, {"code": 403}])
-def test_the_terminal_state_is_written_however_long_that_takes(fault: dict[str, Any]) -> None:
-    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[*[fault] * 500, NOTIFIED])
+def test_the_run_is_ended_however_long_that_takes(fault: dict[str, Any]) -> None:
+    run = Run(inspect=[TRAINED_ONLY], teardown=[*[fault] * 500, ended("SUCCEEDED")])
     assert run.status == "SUCCEEDED"
-    assert run.stages.count("notify SUCCEEDED") == 501
-
-
-def test_the_terminal_state_of_a_missing_run_is_not_retried() -> None:
-    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[{"code": 404}])
-    assert run.stages.count("notify SUCCEEDED") == 1
+    assert run.stages.count(*END) == 501
 
 
 def test_a_year_of_waiting_takes_no_time() -> None:
@@ -297,11 +280,11 @@ def test_an_execution_that_takes_over_continues_the_current_attempt() -> None:
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
 def test_an_execution_that_takes_over_a_teardown_ends_the_run_with_its_planned_outcome(state: str) -> None:
     error = None if state == "SUCCEEDED" else error_of("code")
-    ended = {"status": state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
-    run = Run(provision=[ended])
-    assert run.stages == ["provision", "teardown run", f"notify {state}"]
+    planned = {"status": state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
+    run = Run(provision=[planned])
+    assert run.stages == ["provision", f"teardown run {state}"]
     assert run.bodies("teardown")[0]["keep_endpoint"] is (state == "SUCCEEDED")
-    assert run.bodies("notify")[0]["error"] == error
+    assert run.bodies("teardown")[0]["outcome"]["error"] == error
 
 
 def test_teardown_gets_the_outcome_of_the_run_but_none_between_attempts() -> None:

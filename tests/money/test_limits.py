@@ -21,7 +21,7 @@ from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
 from dropforge.run.store import RunStore, Versioned
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems
-from dropforge.stages.await_.decide import Heard, Report, Verdict
+from dropforge.stages.await_.decide import Heard, Report
 from dropforge.stages.await_.inspect import _note_running, _stuck
 from dropforge.stages.provision import _open_attempt, pause_seconds
 from dropforge.stages.retries import retry_or_fail
@@ -142,7 +142,7 @@ def test_a_node_that_waits_for_other_nodes_counts_against_the_budget() -> None:
     vars(context)["store"] = Mock(RunStore, update=lambda _, change: change(run))
     stockout = RunError(error_class=ErrorClass.STOCKOUT, message="x")
     for is_paid, cost in ((False, 0.0), (True, 5.0)):
-        noted = _note_running(context, run, Status(Phase.PENDING, is_paid=is_paid), Verdict(), NOW)
+        noted = _note_running(context, run, Status(Phase.PENDING, is_paid=is_paid), NOW)
         ended = noted.with_end(1, stockout, NOW + timedelta(minutes=28))
         assert ended.training_cost(NOW + timedelta(hours=9)) == cost
 

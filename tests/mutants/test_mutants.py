@@ -131,8 +131,8 @@ def test_a_mutant_outside_of_functions_meets_all_tests_of_its_file() -> None:
 
 def test_the_function_of_a_mutant_is_the_innermost_one_with_the_change() -> None:
     functions = {mutant.id: reach.function_of(mutant) for mutant in CATALOGUE}
-    assert functions["stages/provision/creates-without-an-intent"].endswith("stages/provision.py::_launch")
-    assert functions["run/store/notes-nothing"].startswith("functions/dropforge/run/store.py::RunStore.note")
+    assert functions["stages/provision/does-not-note-the-wait"].endswith("stages/provision.py::_launch")
+    assert functions["run/record/notes-nothing"].startswith("functions/dropforge/run/record.py::Ledger.with_state")
     assert all(not function for id_, function in functions.items() if id_.startswith("workflows/"))
 
 

@@ -162,6 +162,6 @@ def test_an_unneeded_entry_is_still_inspected() -> None:
     store = RunStore(Storage(World(0, Strike(0, "")), ("runs",)), "runs")
     failed_run = record(RunState.FAILED)
     assert store.create(failed_run)
-    assert not store.intend_all(failed_run.run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
+    assert not store.intend_all(failed_run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
     assert [entry.state for entry in store.ledger(failed_run.run).remaining()] == [ResourceState.INTENDED]
     assert list(store.marks().runs) == [failed_run.run]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import Conflict
 from dropforge.run.record import Record, ResourceState, RunState, Transition
@@ -62,11 +63,12 @@ class CountingStore(RunStore):
         return super()._write(*arguments)
 
 
-def new_run(store: RunStore) -> str:
+def new_run(store: RunStore, *, old: bool = False) -> str:
+    """Return a new run; the ledger of an old run is an object beside its record."""
     run, now = f"store-{next(_numbers):012x}", utc_now()
     history = [Transition(state=RunState.ACCEPTED, time=now)]
     record = Record(run=run, name="store", source="gs://b/o#1", state=RunState.ACCEPTED, created=now, history=history)
-    assert store.create(record)
+    assert store.create(record.model_copy(update={"resources": None if old else []}))
     return run
 
 
@@ -76,10 +78,9 @@ def test_a_process_changes_its_own_record_without_another_read(process: Callable
     for key in ("a", "b", "c"):
         store.update(run, lambda record, key=key: record.with_notice(key))  # type: ignore[misc]
     store.intend(run, "kind", "resource", 1)
-    assert store.reads == 1, "only the ledger is read: it may exist already"
-    store.note(run, "resource", ResourceState.CREATED)
-    store.note(run, "resource", ResourceState.GONE)
-    assert store.reads == 1
+    store.note(run, ["resource"], ResourceState.CREATED)
+    store.note(run, ["resource"], ResourceState.GONE)
+    assert store.reads == 0
     other = process()
     assert other.record(run).notices == ["a", "b", "c"]
     assert other.ledger(run).remaining() == []
@@ -94,8 +95,41 @@ def test_a_change_by_another_process_is_not_overwritten(process: Callable[[], Co
     assert second.update(run, lambda record: record.with_notice("again")).notices == ["second", "first", "again"]
     first.intend(run, "kind", "resource", 1)
     second.intend(run, "kind", "two", 1)
-    first.note(run, "resource", ResourceState.GONE)
+    first.note(run, ["resource"], ResourceState.GONE)
     assert [entry.name for entry in second.ledger(run).remaining()] == ["two"]
+
+
+def test_the_ledger_of_a_run_from_before_an_upgrade_stays_beside_its_record(
+    process: Callable[[], CountingStore],
+) -> None:
+    store = process()
+    run = new_run(store, old=True)
+    store.intend(run, "kind", "resource", 1)
+    assert store.intend_all(store.record(run), [("kind", "two")], 1, lambda _: True)
+    store.note(run, ["resource"], ResourceState.GONE)
+    assert store.record(run).resources is None
+    assert [entry.name for entry in process().ledger(run).remaining()] == ["two"]
+    assert set(store.names(f"runs/{run}/")) == {names.ledger_object(run), names.record_object(run)}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_call_that_is_not_wanted_any_more_creates_nothing(process: Callable[[], CountingStore], old: bool) -> None:
+    store, resources = process(), [("kind", "resource")]
+    run = new_run(store, old=old)
+    assert not store.intend_all(store.record(run), resources, 1, lambda _: False)
+    # Beside the record, another call may have created the resource on the strength of the entry, which stays.
+    assert [entry.name for entry in store.ledger(run).remaining()] == (["resource"] if old else [])
+
+
+def test_an_intent_that_the_record_has_costs_no_request(process: Callable[[], CountingStore]) -> None:
+    store, resources = process(), [("kind", "resource")]
+    run = new_run(store)
+    store.intend(run, "kind", "resource", 1)
+    record = store.record(run)
+    reads, writes = store.reads, store.writes
+    assert store.intend_all(record, resources, 1, lambda _: True)
+    assert not store.intend_all(record, resources, 1, lambda _: False)
+    assert (store.reads, store.writes) == (reads, writes)
 
 
 def test_an_update_without_a_change_is_decided_on_the_current_record(process: Callable[[], CountingStore]) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,12 +22,12 @@ from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
-from dropforge.run.record import RunError, RunState
+from dropforge.run.record import Outcome, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.stages import submit
 
 from ..deployments import clients
-from ..stage_calls import cancel, deploy, inspect, notify, provision, submit_message, teardown
+from ..stage_calls import cancel, deploy, inspect, provision, submit_message, teardown
 from .conftest import User
 from .targets import SERVES
 from .test_runs import assert_clean, states
@@ -120,10 +121,10 @@ def call_until_final(stage: Callable[..., Any], *args: Any) -> Any:
             answer = stage(*args)
         except (Killed, RetryLater):
             continue
-        if not isinstance(answer, dict) or answer["status"] not in ("PENDING", "WAITING", "UNTOLD"):
+        if not isinstance(answer, dict) or answer["status"] not in ("PENDING", "WAITING"):
             return answer
         time.sleep(0.05)
-    raise AssertionError(f"{stage.__name__} has no final answer")
+    raise AssertionError(f"{stage} has no final answer")
 
 
 def execute(run: str) -> None:
@@ -132,17 +133,15 @@ def execute(run: str) -> None:
     if outcome["status"] == "SUCCEEDED" and outcome["serve"]:
         outcome = call_until_final(deploy, run, ME)
     status = {"READY": "SUCCEEDED"}.get(outcome["status"], outcome["status"])
-    teardown_answer = call_until_final(teardown, run, ME, "run", status == "SUCCEEDED")
-    if status == "SUCCEEDED" and teardown_answer["cancelled"]:
-        status = "CANCELLED"
     error = RunError.model_validate(outcome["error"]) if outcome.get("error") else None
-    assert call_until_final(notify, run, ME, RunState(status), error)["status"] == "NOTIFIED"
+    end = partial(teardown, outcome=Outcome(state=RunState(status), error=error), ends=True)
+    assert call_until_final(end, run, ME, "run", status == "SUCCEEDED") == {"status": "ENDED", "state": status}
 
 
 def train(run: str) -> dict[str, Any]:
     attempt = 1
     while True:
-        result: dict[str, Any] = call_until_final(provision, run, ME, attempt)
+        result: dict[str, Any] = call_until_final(provision, run, ME, attempt, URL)
         if result["status"] == "RUNNING":
             result = call_until_final(inspect, run, ME, attempt, URL)
         if not result.get("retry"):

@@ -27,6 +27,10 @@ def inspect_now(run: str) -> dict[str, Any]:
     return dict(inspect(run, ME, 1, URL))
 
 
+def wait_until_training(user: User, run: str) -> None:
+    user.until(lambda: inspect_now(run) and user.store.record(run).state is RunState.TRAINING)
+
+
 def backdate_attempt(user: User, run: str, minutes: float) -> None:
     """Change the record of a run so that its attempt started `minutes` ago."""
 
@@ -50,8 +54,7 @@ def priced(user: User, usd_per_hour: float) -> dict[str, Any]:
 
 def test_the_budget_warnings_at_50_and_80_percent_are_sent_once_each(user: User) -> None:
     run = launched(user, "hang", target=priced(user, 10), limits={"max_cost_usd": 10, "max_duration": "9h"})
-    answer = eventually(lambda: {"status": "x"} if (answer := inspect_now(run))["started"] else answer)
-    assert answer["status"] == "x"
+    wait_until_training(user, run)
     for minutes, notices in [
         (1, []),
         (31, ["budget-50"]),
@@ -61,7 +64,7 @@ def test_the_budget_warnings_at_50_and_80_percent_are_sent_once_each(user: User)
     ]:
         backdate_attempt(user, run, minutes)
         assert inspect_now(run)["status"] == "WAITING"
-        assert user.store.record(run).notices == notices
+        assert user.store.record(run).notices == ["training-a1", *notices]
     assert warnings_of(user, run, "80 % of its budget") == [
         ":warning: noop has used 50 % of its budget",
         ":warning: noop has used 80 % of its budget",
@@ -124,15 +127,14 @@ def test_a_stuck_attempt_causes_one_notice_and_then_follows_the_spec(
     user: User, on_stuck: str, answers: tuple[str, bool | None]
 ) -> None:
     run = launched(user, "hang", limits={"max_duration": "9h", "stuck_after": "30m", "on_stuck": on_stuck})
-    started = eventually(lambda: {"status": "x"} if (answer := inspect_now(run))["started"] else answer)
-    assert started["status"] == "x"
+    wait_until_training(user, run)
     for name in user.store.names(names.events_prefix(run)):
         user.store.bucket.blob(name).delete()  # now the trainer has reported nothing recently
     backdate_attempt(user, run, 31)
     for _ in range(2):
         answer = inspect_now(run)
         assert (answer["status"], answer.get("retry")) == answers
-    assert user.store.record(run).notices == ["stuck-a1"]
+    assert user.store.record(run).notices == ["training-a1", "stuck-a1"]
     assert warnings_of(user, run, "is stuck") == [":warning: noop is stuck"]
     end(user, run)
 

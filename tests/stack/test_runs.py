@@ -71,7 +71,7 @@ def test_attempts_are_limited(user: User) -> None:
 
 
 # The calls of a run that succeeds, in the order of workflows/run.workflows.yaml.
-CALLS = ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", "teardown run", "notify SUCCEEDED"]
+CALLS = ["provision", "inspect", "teardown attempt", "deploy", "teardown run"]
 
 
 @pytest.mark.parametrize("moment", CALLS)
@@ -113,12 +113,10 @@ class HandMadeWorkflow:
 
     def finish(self) -> None:
         status = self._serve() if (trained := self._train()) == "SUCCEEDED" else trained
-        while status not in ("SUPERSEDED", "NOTIFIED"):
-            outcome = {"state": status, "error": None}
-            is_kept = status == "SUCCEEDED"
-            answer = self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome)
-            state = "CANCELLED" if answer.get("cancelled") else status
-            status = self._call("notify", state, state=state, error=None)["status"]
+        if status == "SUPERSEDED":
+            return
+        outcome, is_kept = {"state": status, "error": None}, status == "SUCCEEDED"
+        self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome, ends=True)
 
     def cancel(self) -> None:
         """Deliver a cancel until its function acknowledges it."""
@@ -126,12 +124,11 @@ class HandMadeWorkflow:
         self._user.until(lambda: deliver_message(self._user, "on_spec_message", "dropforge-operations", request))
 
     def _train(self) -> str:
-        provisioned = self._call("provision", attempt=1)
+        callback = "http://127.0.0.1:1/callback"
+        provisioned = self._call("provision", attempt=1, callback_url=callback)
         if provisioned["status"] != "RUNNING":
             return str(provisioned["status"])
-        trained = self._call("inspect", attempt=1, callback_url="http://127.0.0.1:1/callback")
-        if trained.get("started"):
-            self._call("notify", "TRAINING", state="TRAINING", error=None)
+        trained = self._call("inspect", attempt=1, callback_url=callback)
         return str(trained["status"])
 
     def _serve(self) -> str:
@@ -152,7 +149,7 @@ class HandMadeWorkflow:
             response = call(self._user, function, body)
             assert response.ok, f"{name}: {response.status_code} {response.text}"
             answers.append(response.json())
-            return answers[-1]["status"] not in ("PENDING", "WAITING", "UNTOLD")
+            return answers[-1]["status"] not in ("PENDING", "WAITING")
 
         self._user.until(is_final)
         return answers[-1]

@@ -1,4 +1,4 @@
-"""The verdict on an attempt: every combination of its reports, its manifest and the status of the cloud."""
+"""The verdict on an attempt: every combination of its reports and the status of the cloud."""
 
 from __future__ import annotations
 
@@ -43,20 +43,13 @@ def heard(events: list[Any], ago: float = 0, progress: float | None = None) -> H
     return Heard([Report(event, NOW - timedelta(seconds=ago)) for event in events], progress_events)
 
 
-def verdict(events: list[Any], cloud: Status | None, manifest: Any = None, **times: timedelta) -> Any:
-    return decide(heard(events), manifest, cloud, record(**times), NOW, SETTINGS)
-
-
-@pytest.mark.parametrize("events", [[], [STARTED], [STARTED, FAILED], [PREEMPTED], [SUCCEEDED]])
-@pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.FAILED), Status(Phase.GONE)])
-def test_a_committed_manifest_is_success_despite_any_other_report(events: list[Any], cloud: Status | None) -> None:
-    assert verdict(events, cloud, manifest=object()).succeeded
+def verdict(events: list[Any], cloud: Status | None, **times: timedelta) -> Any:
+    return decide(heard(events), cloud, record(**times), NOW, SETTINGS)
 
 
 @pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.PENDING)])
 def test_the_verdict_waits_without_a_proof_of_the_end(cloud: Status | None) -> None:
     decision = verdict([STARTED], cloud)
-    assert not decision.succeeded
     assert decision.error is None
     assert decision.started
 
@@ -104,7 +97,7 @@ def test_an_attempt_waits_for_capacity_no_longer_than_max_wait(most: int, waits:
     limited = run.attempts[0].model_copy(update={"max_wait_seconds": most})
     run = run.model_copy(update={"attempts": [limited]})
     settings = settings_with(provision_deadline_seconds=100 if waits else 10_000)
-    decision = decide(heard([]), None, Status(Phase.PENDING), run, NOW, settings)
+    decision = decide(heard([]), Status(Phase.PENDING), run, NOW, settings)
     assert (decision.error is None) is waits
 
 
@@ -112,14 +105,14 @@ def test_the_wait_for_capacity_begins_at_the_launch() -> None:
     """The creation of an attempt's own cluster can take longer than the user's longest wait for its nodes."""
     overdue = record(started=timedelta(seconds=-1801))
     launched = overdue.with_launch(1, NOW - timedelta(seconds=1700))
-    assert decide(heard([]), None, Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
+    assert decide(heard([]), Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
 
 
 @pytest.mark.parametrize(("ago", "expected"), [(5, None), (1700, None), (1900, ErrorClass.STOCKOUT)])
 def test_the_wait_for_capacity_begins_again_after_training(ago: float, expected: ErrorClass | None) -> None:
     """Examples: a Ray slice is replaced; a Cloud Run task has ended, its execution ends a moment later."""
     trained = record(started=timedelta(hours=-9), allowed=timedelta(hours=12))
-    decision = decide(heard([STARTED], 32_000, progress=ago), None, Status(Phase.PENDING), trained, NOW, SETTINGS)
+    decision = decide(heard([STARTED], 32_000, progress=ago), Status(Phase.PENDING), trained, NOW, SETTINGS)
     assert (decision.error and decision.error.error_class) == expected
 
 
@@ -142,13 +135,13 @@ def test_the_wait_for_capacity_begins_again_after_training(ago: float, expected:
 def test_a_reported_end_needs_the_cloud_or_silence(
     report: Any, cloud: Status | None, ago: float, progress: float | None, believed: bool
 ) -> None:
-    decision = decide(heard([STARTED, report], ago, progress), None, cloud, record(), NOW, SETTINGS)
+    decision = decide(heard([STARTED, report], ago, progress), cloud, record(), NOW, SETTINGS)
     assert (decision.error is not None) is believed
 
 
 def test_a_forged_failure_does_not_hide_how_the_attempt_really_ended() -> None:
     cloud = Status(Phase.FAILED, "x", ErrorClass.PREEMPTED)
-    decision = decide(heard([STARTED, FAILED], 600, 1), None, cloud, record(), NOW, SETTINGS)
+    decision = decide(heard([STARTED, FAILED], 600, 1), cloud, record(), NOW, SETTINGS)
     assert decision.error is not None
     assert decision.error.error_class is ErrorClass.PREEMPTED
 
@@ -169,7 +162,7 @@ def test_the_class_names_the_limit_that_ended_an_attempt(
     begun = record(timedelta(seconds=left) - timedelta(hours=1), timedelta(hours=1))
     attempt = begun.attempts[0].model_copy(update={"limit": limit})
     now = begun.model_copy(update={"attempts": [attempt]})
-    error = decide(heard(events), None, cloud, now, NOW, SETTINGS).error
+    error = decide(heard(events), cloud, now, NOW, SETTINGS).error
     assert error is not None
     assert error.error_class == expected
     assert limit in error.hint
@@ -187,7 +180,7 @@ def test_an_attempt_that_has_only_waited_has_spent_nothing(limit: Any, ran: bool
     begun = record(timedelta(minutes=-20), timedelta(minutes=19))
     attempt = begun.attempts[0].model_copy(update={"limit": limit, "running": NOW if ran else None})
     now = begun.model_copy(update={"attempts": [attempt]})
-    error = decide(heard([]), None, Status(Phase.PENDING), now, NOW, SETTINGS).error
+    error = decide(heard([]), Status(Phase.PENDING), now, NOW, SETTINGS).error
     assert error is not None
     assert error.error_class == expected
     ended = now.with_end(1, error, NOW).attempts[0].model_copy(update={"usd_per_hour": 1.0})

@@ -18,7 +18,16 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.artifacts import MANIFEST, Manifest, Source, model_prefix
-from dropforge.run.record import Attempt, Endpoint, Record, ResourceState, RunError, RunState, Transition
+from dropforge.run.record import (
+    WAITING_SECONDS,
+    Attempt,
+    Endpoint,
+    Record,
+    ResourceState,
+    RunError,
+    RunState,
+    Transition,
+)
 from dropforge.run.store import RunStore
 from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.await_.inspect import inspect
@@ -200,11 +209,25 @@ def test_a_state_that_cannot_follow_is_refused_without_an_error() -> None:
     assert place.record.state is RunState.TEARING_DOWN
 
 
-def test_the_wait_for_capacity_counts_from_the_first_look_at_the_launched_attempt() -> None:
+def test_a_look_notes_the_callback_of_the_execution_that_looks() -> None:
     place = Place()
     for callback in ("http://first", "http://second"):
         inspect(place.context, RUN, ME, 1, callback)
-        assert (place.record.callback_url, place.record.attempts[-1].launched) == (callback, NOW)
+        assert place.record.callback_url == callback
+
+
+@pytest.mark.parametrize("seconds", [WAITING_SECONDS - 1, WAITING_SECONDS])
+def test_the_wait_for_capacity_counts_from_a_launch_that_took_long(seconds: int) -> None:
+    opened = Attempt(
+        number=1,
+        placement=0,
+        region="us-central1",
+        started=NOW - timedelta(seconds=seconds),
+        deadline=NOW + timedelta(hours=1),
+    )
+    place = Place(RunState.PROVISIONING, attempts=[opened])
+    assert provision(place.context, RUN, ME, 1).status == "RUNNING"
+    assert place.record.attempts[-1].launched == (NOW if seconds == WAITING_SECONDS else None)
 
 
 @pytest.mark.parametrize(("value", "passed"), [(0.9, True), (0.1, False), (None, False)])
@@ -273,10 +296,11 @@ def test_a_late_call_does_not_note_a_deleted_resource_as_existing() -> None:
     place = Place()
     place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
     for state in (ResourceState.CREATED, ResourceState.GONE, ResourceState.CREATED):
-        place.store.note(RUN, JOB, state)
+        place.store.note(RUN, [JOB], state)
     [entry] = place.store.ledger(RUN).entries
     assert (entry.state, entry.gone is None) == (ResourceState.GONE, False)
-    assert place.store.intend(RUN, "run.googleapis.com/Job", JOB, 2)  # another attempt may create it again
+    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 2)  # another attempt may create it again
+    assert [entry.state for entry in place.store.ledger(RUN).entries] == [ResourceState.INTENDED]
 
 
 def test_a_spec_that_is_too_large_is_refused_before_it_is_read() -> None:

@@ -15,7 +15,7 @@ from dropforge.base.errors import CloudError, ErrorClass, RetryLater
 from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Request, Started
-from dropforge.run.record import Attempt, Outcome, ResourceState, RunError, RunState, Transition
+from dropforge.run.record import Attempt, LedgerEntry, Outcome, ResourceState, RunError, RunState, Transition
 from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.await_.job_events import receive_job_event
@@ -237,21 +237,27 @@ def test_in_a_pause_no_placement_is_asked() -> None:
 
 
 def test_the_ledger_says_which_resources_were_seen_to_exist() -> None:
-    place = Place(RunState.PROVISIONING)
+    """The container's first report proves that they exist."""
+    place = Place(RunState.PROVISIONING, resources=[])
     assert provision(place.context, RUN, ME, 1).status == "RUNNING"
+    assert [(entry.name, entry.state) for entry in place.store.ledger(RUN).entries] == [(JOB, ResourceState.INTENDED)]
+    started = Started(run=RUN, attempt=1, sequence=1, time=NOW)
+    place.store.put_new(names.event_object(RUN, 1, 1, "started"), started.model_dump_json().encode())
+    assert inspect(place.context, RUN, ME, 1, "http://callback").status == "WAITING"
     assert [(entry.name, entry.state) for entry in place.store.ledger(RUN).entries] == [(JOB, ResourceState.CREATED)]
 
 
-def test_a_call_that_was_suspended_past_the_deployment_creates_nothing() -> None:
+@pytest.mark.parametrize("resources", [None, []], ids=["ledger beside the record", "ledger in the record"])
+def test_a_call_that_was_suspended_past_the_deployment_creates_nothing(resources: list[LedgerEntry] | None) -> None:
     """Between its read of the record and its entry in the ledger, the run was torn down."""
-    place = Place(RunState.TRAINING)
-    intend = place.store.intend
+    place = Place(RunState.TRAINING, resources=resources)
+    intend_all = place.store.intend_all
 
     def late(*arguments: Any) -> bool:
         place.store.update(RUN, lambda record: record.entered(RunState.TEARING_DOWN, NOW))
-        return intend(*arguments)
+        return intend_all(*arguments)
 
-    place.store.intend = late  # type: ignore[assignment,method-assign]
+    place.store.intend_all = late  # type: ignore[assignment,method-assign]
     assert deploy(place.context, RUN, ME).status == "SUPERSEDED"
     assert place.platform.asked == []
 
@@ -261,8 +267,8 @@ def test_a_machine_that_serves_is_kept_and_the_others_are_not() -> None:
     for name in ("serves", "trains"):
         place.store.intend(RUN, "kind", f"projects/p/df-{RUN}-{name}", 1)
     for _ in range(2):
-        place.store.keep(RUN, f"projects/p/df-{RUN}-serves")
-    place.store.keep(RUN, "unknown")
+        place.store.keep(RUN, [f"projects/p/df-{RUN}-serves"])
+    place.store.keep(RUN, ["unknown"])
     kept_ones = [entry.name.rsplit("-", 1)[1] for entry in place.store.ledger(RUN).entries if entry.kept]
     assert kept_ones == ["serves"]
 

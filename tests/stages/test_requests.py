@@ -42,7 +42,8 @@ class Deployment:
         self.is_reachable = True
         patch.setattr("dropforge.stages.admission.check", lambda *_: None)
         patch.setattr(submit, "start_execution", lambda *_: "e-1")
-        patch.setattr(submit, "find_execution", lambda *_: None)
+        patch.setattr(submit, "find_execution", lambda *_: "e-1")
+        patch.setattr(submit, "START_SECONDS", 0)
 
     def publish(self, topic: str, data: bytes, **_: Any) -> Any:
         def result(_: float) -> str:

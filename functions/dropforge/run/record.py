@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -73,11 +73,11 @@ class Transition(Stored):
 class Attempt(Stored):
     """One launch of the training.
 
-    `limit` names the limit that decides the deadline. `launched` is when the resources were seen to exist; the wait for
-    capacity begins then. `waiting` is when the attempt was last seen without a running machine. `running` is the
-    earliest time at which the machine may have started: the cost counts from then. `seen` is when all machines were
-    first seen running, unless the container reported its start: the time without progress (`limits.stuck_after`) counts
-    from then.
+    `limit` names the limit that decides the deadline. `launched` is when the resources were seen to exist, if that took
+    longer than WAITING_SECONDS; the wait for capacity begins then. `waiting` is when the attempt was last seen without
+    a running machine. `running` is the earliest time at which the machine may have started: the cost counts from then.
+    `seen` is when all machines were first seen running, unless the container reported its start: the time without
+    progress (`limits.stuck_after`) counts from then.
     """
 
     number: int
@@ -174,6 +174,85 @@ class Outcome(Stored):
     error: RunError | None = None
 
 
+class ResourceState(StrEnum):
+    INTENDED = "intended"  # the create call follows; the resource may exist
+    CREATED = "created"  # a call saw that the resource exists
+    GONE = "gone"  # a call saw, after the deletion, that the resource does not exist
+
+
+class LedgerEntry(Stored):
+    """A cloud resource of a run. `name` is the full resource name; `kind` decides which platform deletes it.
+
+    `kept`: the resource was created to train, and serves now.
+    """
+
+    kind: str
+    name: str
+    attempt: int
+    state: ResourceState
+    intended: datetime
+    created: datetime | None = None
+    gone: datetime | None = None
+    kept: bool = False
+
+    def is_endpoint(self, run: str) -> bool:
+        """Whether the resource is part of the run's endpoint."""
+        return self.kept or names.is_endpoint(self.name, run)
+
+
+class Ledger(Stored):
+    """Every resource that a run ever intended to create; an entry is written before the create call.
+
+    It is part of the run's record. Runs that were accepted before 2026-11-24 have an object of their own for it.
+    """
+
+    run: str
+    entries: list[LedgerEntry] = []
+
+    def find(self, name: str) -> LedgerEntry | None:
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+    def remaining(self) -> list[LedgerEntry]:
+        return [entry for entry in self.entries if entry.state is not ResourceState.GONE]
+
+    def with_entry(self, entry: LedgerEntry) -> Ledger:
+        others = [e for e in self.entries if e.name != entry.name]
+        return self.model_copy(update={"entries": [*others, entry]})
+
+    def with_intents(self, resources: Iterable[tuple[str, str]], attempt: int, now: datetime) -> Ledger:
+        """This ledger with the intent to create resources, by kind and name, that it does not have or that are gone."""
+        ledger = self
+        for kind, name in resources:
+            known = ledger.find(name)
+            if known is None or known.state is ResourceState.GONE:
+                state = ResourceState.INTENDED
+                entry = LedgerEntry(kind=kind, name=name, attempt=attempt, state=state, intended=now)
+                ledger = ledger.with_entry(entry)
+        return ledger
+
+    def with_state(self, names: Iterable[str], state: ResourceState, now: datetime) -> Ledger:
+        """This ledger with the note that resources were seen to exist (CREATED), or seen not to exist (GONE)."""
+        ledger, field = self, "created" if state is ResourceState.CREATED else "gone"
+        for name in names:
+            entry = ledger.find(name)
+            if entry is not None and entry.state not in (state, ResourceState.GONE):
+                ledger = ledger.with_entry(entry.model_copy(update={"state": state, field: now}))
+        return ledger
+
+    def with_created(self, attempt: int, now: datetime) -> Ledger:
+        """This ledger with the note that the resources of an attempt were seen to exist."""
+        return self.with_state([e.name for e in self.entries if e.attempt == attempt], ResourceState.CREATED, now)
+
+    def with_kept(self, names: Iterable[str]) -> Ledger:
+        """This ledger with the note that training resources serve from now on."""
+        ledger = self
+        for name in names:
+            entry = ledger.find(name)
+            if entry is not None and not entry.kept:
+                ledger = ledger.with_entry(entry.model_copy(update={"kept": True}))
+        return ledger
+
+
 class Record(Stored):
     """Everything that dropforge knows about a run. `history` starts with ACCEPTED, or with a terminal state."""
 
@@ -198,6 +277,7 @@ class Record(Stored):
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
+    resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
 
     @property
     def topic(self) -> str:
@@ -214,6 +294,18 @@ class Record(Stored):
     def began(self) -> datetime:
         """When the time of `limits.max_duration` began: waiting for a place does not count."""
         return self.placed or self.created
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The run's ledger; None if it is an object of its own."""
+        return None if self.resources is None else Ledger(run=self.run, entries=self.resources)
+
+    def with_ledger(self, change: Callable[[Ledger], Ledger]) -> Record:
+        """This record with a changed ledger, if it has the ledger; the same record if nothing changes."""
+        ledger = self.ledger
+        if ledger is None or (changed := change(ledger)) is ledger:
+            return self
+        return self.model_copy(update={"resources": changed.entries})
 
     def entered(self, state: RunState, now: datetime) -> Record:
         """This record in `state`. Entering the present state changes nothing; a terminal state ends every attempt.
@@ -242,6 +334,12 @@ class Record(Stored):
         if self.execution != execution or self.state.is_terminal:
             return self
         return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+
+    def with_callback(self, execution: str, url: str) -> Record:
+        """This record with the callback of the execution that owns it."""
+        if self.execution != execution or self.state.is_terminal or self.callback_url == url:
+            return self
+        return self.model_copy(update={"callback_url": url})
 
     def with_wait(self, rule: str, place: int, now: datetime) -> Record:
         """This record of an accepted run with what it waits for."""
@@ -326,46 +424,3 @@ class Record(Stored):
         else:
             ended = self.history[-1].time if self.state.is_terminal else now
         return round(self.serving_usd_per_hour * max(0.0, (ended - began).total_seconds()) / 3600, 6)
-
-
-class ResourceState(StrEnum):
-    INTENDED = "intended"  # the create call follows; the resource may exist
-    CREATED = "created"  # a call saw that the resource exists
-    GONE = "gone"  # a call saw, after the deletion, that the resource does not exist
-
-
-class LedgerEntry(Stored):
-    """A cloud resource of a run. `name` is the full resource name; `kind` decides which platform deletes it.
-
-    `kept`: the resource was created to train, and serves now.
-    """
-
-    kind: str
-    name: str
-    attempt: int
-    state: ResourceState
-    intended: datetime
-    created: datetime | None = None
-    gone: datetime | None = None
-    kept: bool = False
-
-    def is_endpoint(self, run: str) -> bool:
-        """Whether the resource is part of the run's endpoint."""
-        return self.kept or names.is_endpoint(self.name, run)
-
-
-class Ledger(Stored):
-    """Every resource that a run ever intended to create; an entry is written before the create call."""
-
-    run: str
-    entries: list[LedgerEntry] = []
-
-    def find(self, name: str) -> LedgerEntry | None:
-        return next((entry for entry in self.entries if entry.name == name), None)
-
-    def remaining(self) -> list[LedgerEntry]:
-        return [entry for entry in self.entries if entry.state is not ResourceState.GONE]
-
-    def with_entry(self, entry: LedgerEntry) -> Ledger:
-        others = [e for e in self.entries if e.name != entry.name]
-        return self.model_copy(update={"entries": [*others, entry]})

@@ -23,7 +23,7 @@ from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
-from .record import Ledger, LedgerEntry, Record, ResourceState
+from .record import Ledger, Record, ResourceState
 
 M = TypeVar("M", bound=Record | Ledger)
 UPDATE_TRIES = 12
@@ -83,6 +83,14 @@ class RunStore:
         except NotFound:
             return None
 
+    def recall(self, run: str) -> Record | None:
+        """The record as this process has last read or written it, or the present one; None if the run has none.
+
+        For questions that an old record may answer: whether the caller's business may be with this run at all.
+        """
+        known = self._known.get(names.record_object(run))
+        return self.find(run) if known is None else known.content
+
     def update(self, run: str, change: Callable[[Record], Record]) -> Record:
         """Apply `change` to the record, again after each conflict; `change` must have no side effects.
 
@@ -95,61 +103,81 @@ class RunStore:
         return self._spec(run)
 
     def ledger(self, run: str) -> Ledger:
-        """The present ledger of a run; empty if it has no ledger."""
+        """The present ledger of a run; empty if it has no ledger. Raises Malformed."""
+        record = self.find(run)
+        return self.ledger_of(record) if record is not None else self._old_ledger(run)
+
+    def ledger_of(self, record: Record) -> Ledger:
+        """The ledger in a record or, for a run from before 2026-11-24, the present ledger beside it."""
+        ledger = record.ledger
+        return self._old_ledger(record.run) if ledger is None else ledger
+
+    def _old_ledger(self, run: str) -> Ledger:
         try:
             return self._load(names.ledger_object(run), Ledger).content  # type: ignore[no-any-return]
         except NotFound:
             return Ledger(run=run)
 
-    def intend(self, run: str, kind: str, name: str, attempt: int) -> bool:
-        """Enter the intent to create a resource; False if the ledger has it. The entry is durable on return."""
-        entry = LedgerEntry(
-            kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=self._clock.now()
-        )
-
-        def change(ledger: Ledger) -> Ledger:
-            known = ledger.find(name)
-            return ledger if known and known.state is not ResourceState.GONE else ledger.with_entry(entry)
-
-        return self._change_ledger(run, change).find(name) is entry
+    def intend(self, run: str, kind: str, name: str, attempt: int) -> None:
+        """Enter the intent to create a resource. The entry is durable on return."""
+        self.change_ledger(run, lambda ledger: ledger.with_intents([(kind, name)], attempt, self._clock.now()))
 
     def intend_all(
-        self, run: str, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
+        self, record: Record, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
     ) -> bool:
         """Enter the intent to create resources, by kind and name; False if the caller must not create them any more.
 
-        This method writes the ledger and then reads the record; teardown writes the record and then reads the ledger.
-        So at least one side sees the write of the other side. Unneeded entries stay: another call may have created the
-        resources on the strength of these entries. The next teardown resolves them or, after the run's end, the sweep.
+        Record and intents are one write: no teardown comes between. `record` is as the caller has just read or written
+        it; if it has the intents already, this method asks nothing.
         """
-        added = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
+        if record.ledger is None:
+            return self._intend_beside(record.run, list(resources), attempt, is_wanted)
+        wanted = list(resources)
+
+        def change(latest: Record) -> Record:
+            if not is_wanted(latest):
+                return latest
+            return latest.with_ledger(lambda ledger: ledger.with_intents(wanted, attempt, self._clock.now()))
+
+        return is_wanted(record) if change(record) is record else is_wanted(self.update(record.run, change))
+
+    def _intend_beside(
+        self, run: str, resources: list[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
+    ) -> bool:
+        """`intend_all` for a ledger beside the record: it is written, and then the record is read.
+
+        Teardown writes the record and then reads the ledger. So at least one side sees the write of the other side.
+        Unneeded entries stay: another call may have created the resources on the strength of these entries. The next
+        teardown resolves them or, after the run's end, the sweep.
+        """
+        before = self._old_ledger(run)
+        after = self.change_ledger(run, lambda ledger: ledger.with_intents(resources, attempt, self._clock.now()))
         record = self.record(run)
         if is_wanted(record):
             return True
-        if added:
+        if after != before:
             self.mark_open(record)
         return False
 
-    def keep(self, run: str, name: str) -> None:
-        """Note that a training resource serves from now on. The note is durable on return."""
+    def keep(self, run: str, names_: Iterable[str]) -> None:
+        """Note that training resources serve from now on. The note is durable on return."""
+        kept = list(names_)
+        self.change_ledger(run, lambda ledger: ledger.with_kept(kept))
 
-        def change(ledger: Ledger) -> Ledger:
-            entry = ledger.find(name)
-            return ledger if entry is None or entry.kept else ledger.with_entry(entry.model_copy(update={"kept": True}))
+    def note(self, run: str, names_: Iterable[str], state: ResourceState) -> None:
+        """Note that resources were seen to exist (CREATED), or seen not to exist (GONE)."""
+        noted = list(names_)
+        self.change_ledger(run, lambda ledger: ledger.with_state(noted, state, self._clock.now()))
 
-        self._change_ledger(run, change)
-
-    def note(self, run: str, name: str, state: ResourceState) -> None:
-        """Note that a resource was seen to exist (CREATED), or seen not to exist (GONE)."""
-
-        def change(ledger: Ledger) -> Ledger:
-            entry = ledger.find(name)
-            if entry is None or entry.state in (state, ResourceState.GONE):
-                return ledger
-            field = "created" if state is ResourceState.CREATED else "gone"
-            return ledger.with_entry(entry.model_copy(update={"state": state, field: self._clock.now()}))
-
-        self._change_ledger(run, change)
+    def change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> Ledger:
+        """Change the ledger of a run, wherever it is; return it."""
+        try:
+            ledger = self.update(run, lambda record: record.with_ledger(change)).ledger
+        except NotFound:
+            ledger = None
+        if ledger is not None:
+            return ledger
+        return self._change(names.ledger_object(run), Ledger, change, new=Ledger(run=run))
 
     def put_new(self, name: str, data: bytes, content_type: str = "application/json") -> bool:
         """Write an object that must not exist; False if it exists."""
@@ -223,10 +251,6 @@ class RunStore:
 
         with suppress(Missing):
             self.bucket.blob(names.open_object(run)).delete(timeout=TIMEOUT_SECONDS)
-
-    def _change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> Ledger:
-        name = names.ledger_object(run)
-        return self._change(name, Ledger, change, new=Ledger(run=run))
 
     def _change(self, name: str, model: type[M], change: Callable[[M], M], new: M | None = None) -> M:
         changed: M | None = self._change_known(name, change)

@@ -26,11 +26,12 @@ class Answer(BaseModel):
 
 
 class Running(Answer):
-    """The attempt runs until `deadline` (seconds since the epoch) at the latest."""
+    """The attempt runs until `deadline` (seconds since the epoch) at the latest; look after `wait_seconds`."""
 
     status = "RUNNING"
     deadline: float
     attempt: int
+    wait_seconds: float
 
 
 class Pending(Answer):
@@ -48,7 +49,6 @@ class Waiting(Answer):
 
     status = "WAITING"
     wait_seconds: float
-    started: bool
     deadline: float
 
 
@@ -69,7 +69,6 @@ class Succeeded(Answer):
     status = "SUCCEEDED"
     gate: Gate
     serve: bool
-    started: bool = True
     attempt: int | None = None
 
 
@@ -79,7 +78,6 @@ class Failed(Answer):
     status = "FAILED"
     error: RunError | None
     retry: bool = False
-    started: bool | None = None
     attempt: int | None = None
 
 
@@ -110,6 +108,13 @@ class Gone(Answer):
 
     status = "GONE"
     cancelled: bool
+
+
+class Ended(Answer):
+    """The run has ended in `state`: nothing in the scope exists, and everybody was told."""
+
+    status = "ENDED"
+    state: RunState
 
 
 class Notified(Answer):
@@ -149,7 +154,7 @@ ANSWERS: dict[str, tuple[type[Answer], ...]] = {
     "inspect": (Waiting, Succeeded, Failed, Cancelled, Superseded),
     "deploy": (Ready, Pending, Failed, Cancelled, Superseded),
     "notify": (Notified, Untold, CancelWins, Superseded),
-    "teardown": (Gone, Pending, Superseded),
+    "teardown": (Gone, Ended, Pending, Superseded),
 }
 
 

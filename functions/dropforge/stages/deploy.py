@@ -92,7 +92,7 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     deployment = Deployment(record.run, spec, context.settings, expires, launch)
     resources = server.resources(deployment)
     entries = [(resource.kind, resource.name) for resource in resources]
-    if not store.intend_all(record.run, entries, record.attempt, lambda latest: latest.state is RunState.DEPLOYING):
+    if not store.intend_all(record, entries, record.attempt, lambda latest: latest.state is RunState.DEPLOYING):
         return superseded(store.record(record.run))
     url = server.deploy(context.cloud, deployment)
     if url is None:
@@ -102,13 +102,12 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _not_ready(context, deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
     if unfinished := _compare(context, record, spec, url, key):
         return _not_ready(context, deployment, began, lambda: unfinished)
-    for resource in resources:
-        store.note(record.run, resource.name, ResourceState.CREATED)
     ready = context.now()
     if ready >= expires:
         return _too_late(spec, expires)
     service, region = resources[0].name, server.region(deployment)
-    return _ready(context, record, _endpoint(spec, url, service, region, began, ready, expires, paid_until))
+    endpoint = _endpoint(spec, url, service, region, began, ready, expires, paid_until)
+    return _ready(context, record, endpoint, [resource.name for resource in resources])
 
 
 def _compare(context: Context, record: Record, spec: JobSpec, url: str, key: str) -> CloudError | None:
@@ -130,12 +129,14 @@ def _compare(context: Context, record: Record, spec: JobSpec, url: str, key: str
     return error or (None if parity.is_over else unfinished)
 
 
-def _ready(context: Context, record: Record, endpoint: Endpoint) -> Ready | Superseded:
+def _ready(context: Context, record: Record, endpoint: Endpoint, resources: list[str]) -> Ready | Superseded:
     """Note the endpoint. A late call, after teardown, must not note an endpoint that was deleted."""
 
     def change(latest: Record) -> Record:
-        is_current = latest.state is RunState.DEPLOYING
-        return latest.model_copy(update={"endpoint": endpoint}) if is_current else latest
+        if latest.state is not RunState.DEPLOYING:
+            return latest
+        created = latest.with_ledger(lambda ledger: ledger.with_state(resources, ResourceState.CREATED, endpoint.ready))
+        return created.model_copy(update={"endpoint": endpoint})
 
     record = context.store.update(record.run, change)
     if record.endpoint is None:

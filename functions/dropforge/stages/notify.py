@@ -1,5 +1,8 @@
 """Stage `notify`: enter a state, then tell other systems and people.
 
+Executions of workflows from before 2026-11-24 call it, and the sweep, which tells an end that was not told. Since then,
+`inspect` enters TRAINING and `teardown` ends the run.
+
 The state is written first. A message may therefore be sent twice, with the same event id, but never for a state that
 the run has not entered.
 """
@@ -8,14 +11,14 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from dropforge.base.errors import CloudError, Conflict
+from dropforge.base.errors import Conflict
 from dropforge.context import Context
 from dropforge.money import running_since
 from dropforge.run.record import Record, RunError, RunState
-from dropforge.tell.everybody import conclude, tell
+from dropforge.tell.everybody import tell
 
 from .answers import CancelWins, Notified, Superseded, Untold, superseded
-from .places import leave
+from .ending import finish
 
 
 def notify(
@@ -41,15 +44,8 @@ def notify(
     if record.execution != execution or record.state is not state:
         return superseded(record)
     if state.is_terminal:
-        leave(context, record)
-    spec = store.spec(run)
-    try:
-        if state.is_terminal:
-            conclude(context, record, spec)
-        else:
-            tell(context, record, spec)
-    except CloudError:
-        return Untold(state=record.state)
+        return Notified(state=record.state) if finish(context, record) else Untold(state=record.state)
+    tell(context, record, store.spec(run))
     context.log(state.lower(), stage="notify", run=run)
     return Notified(state=record.state)
 

@@ -11,7 +11,7 @@ from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, launch_of
-from dropforge.run.record import Attempt, Limit, Outcome, Record, ResourceState, RunError, RunState
+from dropforge.run.record import WAITING_SECONDS, Attempt, Limit, Outcome, Record, RunError, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
@@ -21,21 +21,30 @@ from .retries import retry_or_fail
 
 MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
 LOOK_SECONDS = 15  # how soon a pause ends for a cancel
+FIRST_LOOK_SECONDS = 2.0  # at an attempt that was launched: much that is wrong with it shows at once
 _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
 
 ProvisionAnswer = Running | Pending | Succeeded | Failed | Superseded
 
 
-def provision(context: Context, run: str, execution: str, attempt: int) -> ProvisionAnswer:
+def provision(context: Context, run: str, execution: str, attempt: int, callback_url: str = "") -> ProvisionAnswer:
     """Create attempt `attempt` of a run, or say why it cannot exist. Raises NotFound for an unknown run.
 
     An execution that takes over a run starts with attempt 1: the answer names the run's present attempt, or the run's
-    outcome.
+    outcome. The record gets the callback of the execution before the attempt can send an event; workflows from before
+    2026-11-24 give it to `inspect` only.
     """
     spec = context.store.spec(run)
     if waiting := wait_for_place(context, run, execution, spec):
         return waiting
-    record = context.store.update(run, lambda latest: _claim(context, latest, execution, attempt, spec))
+
+    def claim(latest: Record) -> Record:
+        claimed = _claim(context, latest, execution, attempt, spec)
+        if callback_url:
+            claimed = claimed.with_callback(execution, callback_url)
+        return _with_intents(context, claimed, execution, spec)
+
+    record = context.store.update(run, claim)
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
     if record.state not in _TRAINS:  # a late call, or a takeover after the training: nothing is created
@@ -85,6 +94,26 @@ def _claim(context: Context, record: Record, execution: str, attempt: int, spec:
     return record.entered(RunState.PROVISIONING, now)
 
 
+def _with_intents(context: Context, record: Record, execution: str, spec: JobSpec) -> Record:
+    """The record with the intent to create the resources of its latest attempt: owner, attempt and intent in one write.
+
+    An intent is written before the create call. A run that is cancelled, or that trains no more, creates nothing.
+    """
+    if record.execution != execution or record.state not in _TRAINS or record.cancel_requested or not record.attempts:
+        return record
+    latest = record.attempts[-1]
+    if latest.ended is not None:
+        return record
+    resources = _resources(context, launch_of(record, spec, context.settings))
+    return record.with_ledger(lambda ledger: ledger.with_intents(resources, latest.number, context.now()))
+
+
+def _resources(context: Context, launch: Launch) -> list[tuple[str, str]]:
+    """Kind and name of each resource of an attempt."""
+    target = context.platforms.target(launch.spec.target.type)
+    return [(resource.kind, resource.name) for resource in target.resources(launch)]
+
+
 def _open_attempt(context: Context, record: Record, number: int, spec: JobSpec, now: datetime) -> Attempt | None:
     """The next attempt, at the next placement; None if no time or no money is left."""
     target = context.platforms.target(spec.target.type)
@@ -119,7 +148,7 @@ def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> R
         return _running(latest)  # the attempt has succeeded; `inspect` reports the success again
     announce(context, record, RunState.PROVISIONING)
     try:
-        return _launch(context, launch_of(record, spec, context.settings), latest)
+        return _launch(context, record, launch_of(record, spec, context.settings))
     except CloudError as error:
         return _refused(context, record, spec, error)
 
@@ -139,17 +168,15 @@ def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError)
     return retry_or_fail(record, spec, reason, context.now())
 
 
-def _launch(context: Context, launch: Launch, attempt: Attempt) -> Running | Pending | Superseded:
-    store, target = context.store, context.platforms.target(launch.spec.target.type)
-    resources = target.resources(launch)
-    entries = [(resource.kind, resource.name) for resource in resources]
-    if not store.intend_all(launch.run, entries, launch.attempt, _is_current(launch)):
+def _launch(context: Context, record: Record, launch: Launch) -> Running | Pending | Superseded:
+    store, target, attempt = context.store, context.platforms.target(launch.spec.target.type), record.attempts[-1]
+    if not store.intend_all(record, _resources(context, launch), launch.attempt, _is_current(launch)):
         return superseded(store.record(launch.run))
     asked = context.now()
     if not target.provision(context.cloud, launch):
         # No machine was running when the cloud answered, so the cost counts from then at the earliest.
         if not attempt.is_noted_waiting(asked):
-            store.update(launch.run, lambda record: record.with_waiting(launch.attempt, asked))
+            store.update(launch.run, lambda latest: latest.with_waiting(launch.attempt, asked))
         # Creating a cluster of the attempt, or a machine without a queue, takes time; max_wait is for capacity only.
         waited = (context.now() - attempt.started).total_seconds()
         patience = max(attempt.max_wait_seconds or 0, launch.settings.provision_deadline_seconds)
@@ -157,9 +184,9 @@ def _launch(context: Context, launch: Launch, attempt: Attempt) -> Running | Pen
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         return Pending(wait_seconds=2, deadline=attempt.deadline.timestamp())
-    for resource in resources:
-        if resource.request:  # a queue creates its node later
-            store.note(launch.run, resource.name, ResourceState.CREATED)
+    now = context.now()
+    if now - attempt.started >= timedelta(seconds=WAITING_SECONDS):  # before that, the start says about the same
+        store.update(launch.run, lambda latest: latest.with_launch(launch.attempt, now))
     context.log("launched", stage="provision", run=launch.run, attempt=launch.attempt)
     return _running(attempt)
 
@@ -175,7 +202,7 @@ def _is_current(launch: Launch) -> Callable[[Record], bool]:
 
 
 def _running(attempt: Attempt) -> Running:
-    return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number)
+    return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number, wait_seconds=FIRST_LOOK_SECONDS)
 
 
 def _moves(record: Record) -> int:

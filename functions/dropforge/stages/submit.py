@@ -41,8 +41,6 @@ def submit_object(context: Context, bucket: str, name: str, generation: str, siz
     """Submit a generation of an object in the specs bucket. Raises RetryLater and client errors."""
     run = names.run_id_of_object(bucket, name, generation)
     source = f"gs://{bucket}/{name}#{generation}"
-    if record := context.store.find(run):
-        return resume(context, record)
     try:
         data = read_spec(context, bucket, name, generation, size)
     except InvalidSpec as error:
@@ -54,17 +52,12 @@ def submit_object(context: Context, bucket: str, name: str, generation: str, siz
 
 def submit_message(context: Context, data: bytes, request: Request) -> Record:
     """Submit the spec in a request message. Raises RetryLater and client errors."""
-    run = run_of_request(context.settings, request)
-    if record := context.store.find(run):
-        return resume(context, record)
-    return _submit(context, run, _source(request), data)
+    return _submit(context, run_of_request(context.settings, request), _source(request), data)
 
 
 def submit_uri(context: Context, uri: str, request: Request) -> Record:
     """Submit the spec at a gs:// URI, as the run of the message that names the URI."""
     run = run_of_request(context.settings, request)
-    if record := context.store.find(run):
-        return resume(context, record)
     try:
         data = _read_uri(context, uri)
     except InvalidSpec as error:
@@ -189,6 +182,8 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)
     if not store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode()):
+        if existing := store.find(run):
+            return resume(context, existing)
         spec = store.spec(run)  # from another delivery, perhaps with another spec under the same key: the first counts
     now = context.now()
     record = Record(
@@ -198,6 +193,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
         state=RunState.ACCEPTED,
         created=now,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
+        resources=[],
     )
     if not store.create(record):
         return resume(context, store.record(run))
@@ -206,7 +202,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
 
 
 def _begin(context: Context, record: Record, spec: JobSpec, execution: str | None) -> Record:
-    """Announce that a run is accepted, then start its execution unless it has one.
+    """Announce that a run is accepted, then start its execution, or note the execution that it has.
 
     The order matters: nobody announces the acceptance of a run whose execution has begun. After a crash here, the next
     delivery or the sweep continues.
@@ -215,7 +211,10 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
         cancel(context, record.run)
         return context.store.record(record.run)
     tell(context, record, spec)
-    return note_execution(context, record, execution or start_execution(context.cloud, record.run))
+    if execution:
+        return note_execution(context, record, execution)
+    # The first call of the execution claims the run in the bucket. Here, only the answer names the execution.
+    return record.claimed(start_execution(context.cloud, record.run))
 
 
 def _cancel_unread(context: Context, run: str, source: str) -> Record:

@@ -1,4 +1,8 @@
-"""Stage `teardown`: delete every resource in the ledger and verify the deletion, on every path out of a run."""
+"""Stage `teardown`: delete every resource in the ledger and verify the deletion, on every path out of a run.
+
+The call that sees the last resource gone ends the run, in one conditional write, and then tells everybody. A message
+may therefore be sent twice, with the same event id, but never for a state that the run has not entered.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,99 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from dropforge.context import Context
-from dropforge.deletion import delete_remaining, note_endpoint_ended
-from dropforge.run.record import Outcome, Record, RunState
+from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
+from dropforge.run.record import Outcome, Record, ResourceState, RunState
 from dropforge.tell.run_events import announce
 
-from .answers import Gone, Pending, Superseded, superseded
+from .answers import Ended, Gone, Pending, Superseded, superseded
+from .ending import finish
 
 Scope = Literal["attempt", "run"]
 RETRY_SECONDS = 3
 # A cluster takes a quarter of an hour to delete. A slower deletion may never end unless a person intervenes.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
+# Messages about an end are tried again after a pause as long as the run has ended, and not for ever.
+FIRST_TRY_SECONDS, LAST_TRY_SECONDS = 1.0, 600.0
+TELL_FOR = timedelta(hours=4)
+
+TeardownAnswer = Gone | Ended | Pending | Superseded
 
 
 def teardown(
-    context: Context, run: str, execution: str, scope: Scope, keep_endpoint: bool, outcome: Outcome | None = None
-) -> Gone | Pending | Superseded:
+    context: Context,
+    run: str,
+    execution: str,
+    scope: Scope,
+    keep_endpoint: bool,
+    outcome: Outcome | None = None,
+    *,
+    ends: bool = False,
+) -> TeardownAnswer:
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError if another try may succeed.
 
     `scope` is "attempt" after an attempt (another attempt or the endpoint follows) or "run" at the run's end.
     `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that becomes the endpoint; a
     cancelled run keeps neither. `outcome` is the end of the run after the teardown: the record keeps it, so that
-    another execution can end the run if this execution does not.
+    another execution can end the run if this execution does not. `ends`: the run ends with this outcome as soon as
+    its resources are gone; workflows from before 2026-11-24 call `notify` for that.
     """
     record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
     if record.execution != execution:
         return superseded(record)
+    if ends and record.state.is_terminal:
+        return _told(context, record)  # an earlier call has ended the run
     if scope == "run" and record.state is RunState.TEARING_DOWN:
         announce(context, record, RunState.TEARING_DOWN)
-    cancelled = record.cancel_requested is not None
-    keep_endpoint = keep_endpoint and not cancelled
-    remaining = delete_remaining(context, run, keep_endpoint=keep_endpoint)
-    if remaining:
-        return _pending(context, record, scope, [entry.name for entry in remaining])
-    if record.endpoint and not keep_endpoint:
-        note_endpoint_ended(context, run)
-    context.log("gone", stage="teardown", run=run, scope=scope)
-    return Gone(cancelled=cancelled)
+    while True:
+        is_kept = keep_endpoint and record.cancel_requested is None
+        deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        if deleted.remaining or not ends or outcome is None or record.ledger is None:
+            note_gone(context, run, deleted)
+        if deleted.remaining:
+            return _pending(context, record, scope, [entry.name for entry in deleted.remaining])
+        context.log("gone", stage="teardown", run=run, scope=scope)
+        if not ends or outcome is None:
+            return _gone(context, record, is_kept)
+        record = _end(context, record, outcome, is_kept, deleted.gone)
+        if record.execution != execution:
+            return superseded(record)
+        if record.state.is_terminal:
+            return _told(context, record)
+        # A user has cancelled the run since the function looked: the endpoint must go, too.
+
+
+def _gone(context: Context, record: Record, is_kept: bool) -> Gone:
+    if record.endpoint and not is_kept:
+        note_endpoint_ended(context, record.run)
+    return Gone(cancelled=record.cancel_requested is not None)
+
+
+def _end(context: Context, record: Record, outcome: Outcome, is_kept: bool, gone: list[str]) -> Record:
+    """End a run whose resources are gone. A cancel wins; while the endpoint is kept, a cancel lets the run go on."""
+    execution = record.execution
+
+    def change(latest: Record) -> Record:
+        latest = latest.with_ledger(lambda ledger: ledger.with_state(gone, ResourceState.GONE, context.now()))
+        cancelled = latest.cancel_requested is not None
+        if latest.execution != execution or latest.state.is_terminal or (cancelled and is_kept):
+            return latest
+        state, now = RunState.CANCELLED if cancelled else outcome.state, context.now()
+        ended = latest.entered(state, now).model_copy(update={"error": outcome.error, "callback_url": None})
+        return ended if is_kept else with_endpoint_ended(ended, now)
+
+    return context.store.update(record.run, change)
+
+
+def _told(context: Context, record: Record) -> Ended | Pending:
+    """Tell everybody of the end of a run. If that fails, it is tried again later, for a while."""
+    if finish(context, record):
+        return Ended(state=record.state)
+    since = context.now() - record.history[-1].time
+    if since < TELL_FOR:
+        return Pending(wait_seconds=min(LAST_TRY_SECONDS, max(FIRST_TRY_SECONDS, since.total_seconds())))
+    context.log("not everybody was told of the end", stage="notify", run=record.run, severity="ERROR")
+    return Ended(state=record.state)
 
 
 def _pending(context: Context, record: Record, scope: Scope, remaining: list[str]) -> Pending:

@@ -302,6 +302,8 @@ class _Reader:
             content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":
                 self.lives[parts[1]].records.append(content)
+                if (entries := content.value.get("resources")) is not None:
+                    self.lives[parts[1]].ledgers.append(At(here.index, here.time, {"entries": entries}))
                 if here.value["replaced"] == 0:
                     self.lives[parts[1]].creations.append(content)
             elif parts[2] == "ledger.json":

@@ -99,8 +99,7 @@ class State(NamedTuple):
     @property
     def ledger(self) -> dict[str, str]:
         """The state of each resource in the run's ledger, by its name."""
-        content = next((data for name, data in self.objects if name.endswith("/ledger.json")), b'{"entries": []}')
-        return {entry["name"]: entry["state"] for entry in json.loads(content)["entries"]}
+        return {entry["name"]: entry["state"] for entry in self.record.get("resources") or ()}
 
 
 class Step(NamedTuple):

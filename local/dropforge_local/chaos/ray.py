@@ -64,7 +64,15 @@ class Ray:
         assert len(spec["workerGroupSpecs"]) == 1, "one slice"
         workers = spec["workerGroupSpecs"][0]
         assert workers["replicas"] == 1, "likewise"
-        known = [pod["metadata"]["labels"][GROUP] for pod in self._pods_of(cluster) if self.api.is_live(pod)]
+        self._fill(cluster)
+
+    def _fill(self, cluster: Object, lost: Object | None = None) -> None:
+        """Add the pods that a cluster lacks, if `lost` is no pod of it any more."""
+        spec = cluster["spec"]
+        workers = spec["workerGroupSpecs"][0]
+        there = [pod for pod in self._pods_of(cluster) if pod is not lost and self.api.is_live(pod)]
+        pods = [pod for pod in there if not self.nodes.has_stopped(pod)]
+        known = [pod["metadata"]["labels"][GROUP] for pod in pods]
         for _ in range(workers["numOfHosts"] - known.count(workers["groupName"])):
             self._add_pod(cluster, workers["groupName"], workers["template"], 1 / workers["numOfHosts"])
         if HEAD not in known:
@@ -94,10 +102,7 @@ class Ray:
         if job["status"]["jobDeploymentStatus"] == "Running":
             self._look_later(job, "FAILED", "AppFailed", "The driver was lost with its node")
         else:
-            group = pod["metadata"]["labels"][GROUP]
-            workers = cluster["spec"]["workerGroupSpecs"][0]
-            template = (cluster["spec"]["headGroupSpec"] if group == HEAD else workers)["template"]
-            self._add_pod(cluster, group, template, 0.0 if group == HEAD else 1 / workers["numOfHosts"])
+            self._fill(cluster, pod)
 
     def cluster_removed(self, cluster: Object) -> None:
         """A user has deleted the cluster: create it again and submit its job again."""

@@ -11,7 +11,6 @@ from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.artifacts import Manifest
 from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, read_job_event
 from dropforge.run.record import Attempt, Record, RunError
 from dropforge.run.store import RunStore
@@ -62,9 +61,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an attempt: succeeded, failed (`error`), or not ended: then look again after `look_again`."""
+    """The verdict on an attempt: failed (`error`), or not ended: then look again after `look_again`."""
 
-    succeeded: bool = False
     started: bool = False
     error: RunError | None = None
     look_again: float = math.inf  # seconds
@@ -84,17 +82,13 @@ def hear(store: RunStore, run: str, attempt: int) -> Heard:
     return Heard([Report(event, received) for event, received in read if event is not None], progress)
 
 
-def decide(
-    heard: Heard, manifest: Manifest | None, status: Status | None, record: Record, now: datetime, settings: Settings
-) -> Verdict:
-    """The verdict on an attempt, from its events, its manifest in the bucket and its status in the cloud.
+def decide(heard: Heard, status: Status | None, record: Record, now: datetime, settings: Settings) -> Verdict:
+    """The verdict on an attempt without a manifest, from its events and its status in the cloud.
 
     The manifest is written last, and only the manifest proves success. A reported failure counts once the cloud agrees
     that the container has ended, or once the container has run for BELIEVE_SECONDS without further events. `status` is
     None if the cloud did not answer.
     """
-    if manifest is not None:
-        return Verdict(succeeded=True, started=heard.started)
     attempt, report = record.attempts[-1], heard.end
     if report is not None and now < attempt.deadline and (wait := _until_believed(report, status, now)):
         return Verdict(started=heard.started, look_again=wait)

@@ -14,12 +14,12 @@ from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, Progress, read_job_event
-from dropforge.run.record import Notice, Record, RunError
+from dropforge.run.record import Notice, Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waiting, failed, superseded
 from dropforge.stages.retries import retry_or_fail
-from dropforge.tell.everybody import warn
+from dropforge.tell.everybody import tell, warn
 
 from .decide import Heard, Verdict, decide, hear
 
@@ -31,7 +31,7 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     store = context.store
 
     def note_callback(record: Record) -> Record:
-        return _with_callback(record, execution, attempt, callback_url, context.now())
+        return _with_callback(record, execution, attempt, callback_url)
 
     record = store.update(run, note_callback)
     if record.execution != execution or record.state.is_terminal or record.attempt != attempt:
@@ -50,7 +50,10 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     if verdict.error is not None:
         record = _note_waiting(context, record, status, started=verdict.started)
         return _failed(context, record, spec, verdict.error, verdict.started)
-    record = _note_running(context, record, status, verdict, asked)
+    if verdict.started:
+        record = _tell_training(context, _note_training(context, record), spec, is_over=False)
+    else:
+        record = _note_running(context, record, status, asked)
     return _continue(context, record, spec, status, heard, verdict)
 
 
@@ -58,10 +61,11 @@ def _look(context: Context, record: Record, spec: JobSpec) -> tuple[Manifest | N
     """The manifest, the status in the cloud, the events, and the verdict. Raises DropforgeError for unreadable data."""
     storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
     manifest = read_manifest(storage, bucket, record.run)
-    # A committed manifest decides alone.
-    status = None if manifest is not None else _status(context, record, spec)
+    if manifest is not None:  # it decides alone
+        return manifest, None, Heard(), Verdict()
+    status = _status(context, record, spec)
     heard = hear(context.store, record.run, record.attempt)
-    verdict = decide(heard, manifest, status, record, context.now(), context.settings)
+    verdict = decide(heard, status, record, context.now(), context.settings)
     if verdict.error is not None:  # the container may have committed the model since the first read
         manifest = read_manifest(storage, bucket, record.run)
     return manifest, status, heard, verdict
@@ -80,7 +84,7 @@ def _continue(
             return _failed(context, record, spec, stuck, verdict.started)
     wait = min(verdict.look_again, _patience(context, record, spec, looked))
     deadline = record.attempts[-1].deadline.timestamp()
-    return Waiting(wait_seconds=wait, started=verdict.started, deadline=deadline)
+    return Waiting(wait_seconds=wait, deadline=deadline)
 
 
 def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard) -> RunError | None:
@@ -119,17 +123,47 @@ def _step(store: RunStore, run: str, progress: list[str]) -> int:
 def _failed(context: Context, record: Record, spec: JobSpec, error: RunError, started: bool) -> Failed:
     context.log(error.message, stage="await", run=record.run, severity="WARNING", error_class=error.error_class)
     attempt = record.attempt
-    record = context.store.update(record.run, lambda latest: latest.with_end(attempt, error, context.now()))
-    return retry_or_fail(record, spec, error, context.now()).model_copy(update={"started": started})
+
+    def change(latest: Record) -> Record:
+        began = _in_training(latest, context.now()) if started else latest
+        return began.with_end(attempt, error, context.now())
+
+    record = context.store.update(record.run, change)
+    _tell_training(context, record, spec, is_over=True)
+    return retry_or_fail(record, spec, error, context.now())
 
 
-def _note_running(context: Context, record: Record, status: Status | None, verdict: Verdict, asked: datetime) -> Record:
-    """Note the earliest start of a machine that runs, or that none ran when the function asked the cloud.
+def _in_training(record: Record, now: datetime) -> Record:
+    """The record after its latest attempt has begun to train."""
+    if record.state is not RunState.PROVISIONING:
+        return record
+    attempt = record.attempts[-1]
+    began = record.with_running(attempt.number, running_since(attempt)).entered(RunState.TRAINING, now)
+    return began.with_ledger(lambda ledger: ledger.with_created(attempt.number, now))
 
-    Once the container reports its start, stage notify notes the machine's start.
+
+def _note_training(context: Context, record: Record) -> Record:
+    if record.state is not RunState.PROVISIONING:
+        return record
+    return context.store.update(record.run, lambda latest: _in_training(latest, context.now()))
+
+
+def _tell_training(context: Context, record: Record, spec: JobSpec, *, is_over: bool) -> Record:
+    """Tell everybody once that an attempt trains; the record notes it, unless the attempt is over.
+
+    After a crash between telling and noting, it is told again with the same event id.
     """
+    key = f"training-a{record.attempt}"
+    if record.state is not RunState.TRAINING or key in record.notices:
+        return record
+    tell(context, record, spec)
+    return record if is_over else context.store.update(record.run, lambda latest: latest.with_notice(key))
+
+
+def _note_running(context: Context, record: Record, status: Status | None, asked: datetime) -> Record:
+    """Note the earliest start of a machine that runs, or that none ran when the function asked the cloud."""
     attempt, now = record.attempts[-1], context.now()
-    if status is None or verdict.started:
+    if status is None:
         return record
     if status.phase is Phase.PENDING and not status.is_paid:
         if attempt.is_noted_waiting(asked):
@@ -162,14 +196,16 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
     store, metrics = context.store, dict(manifest.metrics)
 
     def change(latest: Record) -> Record:
-        return latest.with_end(record.attempt, None, context.now()).model_copy(update={"metrics": metrics})
+        trained = _in_training(latest, context.now()).with_end(record.attempt, None, context.now())
+        return trained.model_copy(update={"metrics": metrics})
 
     if spec.serve is not None and spec.serve.keeps_machine:  # before the workflow tears down the attempt
         launch = launch_of(record, spec, context.settings)
-        for resource in context.platforms.target(spec.target.type).resources(launch):
-            store.keep(record.run, resource.name)
-    store.update(record.run, change)
-    return Succeeded(started=True, serve=spec.serve is not None, gate=_gate(spec, metrics))
+        resources = context.platforms.target(spec.target.type).resources(launch)
+        store.keep(record.run, [resource.name for resource in resources])
+    record = store.update(record.run, change)
+    _tell_training(context, record, spec, is_over=True)
+    return Succeeded(serve=spec.serve is not None, gate=_gate(spec, metrics))
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:
@@ -196,12 +232,10 @@ def _status(context: Context, record: Record, spec: JobSpec) -> Status | None:
         return None
 
 
-def _with_callback(record: Record, execution: str, attempt: int, callback_url: str, now: datetime) -> Record:
-    if record.execution != execution or record.state.is_terminal or record.attempt != attempt:
+def _with_callback(record: Record, execution: str, attempt: int, callback_url: str) -> Record:
+    if record.attempt != attempt:
         return record
-    if record.callback_url == callback_url and record.attempts[-1].launched:
-        return record
-    return record.with_launch(attempt, now).model_copy(update={"callback_url": callback_url})
+    return record.with_callback(execution, callback_url)
 
 
 def _patience(context: Context, record: Record, spec: JobSpec, looked: datetime) -> float:

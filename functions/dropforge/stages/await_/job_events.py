@@ -10,6 +10,7 @@ from dropforge.base.errors import RetryLater, first_problem
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
 from dropforge.run.events import MAX_JOB_EVENT_BYTES, JobEvent, parse_job_event
+from dropforge.run.record import Record
 
 # Events that change what the workflow does next. Progress and checkpoints are only kept.
 WAKING = frozenset({"started", "succeeded", "failed", "preempted"})
@@ -29,8 +30,7 @@ def receive_job_event(context: Context, data: bytes) -> None:
         context.log("malformed job event", stage="await", severity="WARNING", problem=problem)
         return
     store = context.store
-    record = store.find(event.run)
-    if record is None or record.state.is_terminal or event.attempt != record.attempt:
+    if not _is_of(store.recall(event.run), event) and not _is_of(store.find(event.run), event):
         message = "job event of no running attempt"
         context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
         return
@@ -44,6 +44,11 @@ def receive_job_event(context: Context, data: bytes) -> None:
     record = store.record(event.run)
     if record.callback_url:
         _wake(context, record.callback_url, event)
+
+
+def _is_of(record: Record | None, event: JobEvent) -> bool:
+    """Whether an event is of the latest attempt in a record, which may not be the present one."""
+    return record is not None and not record.state.is_terminal and event.attempt == record.attempt
 
 
 def _wake(context: Context, callback_url: str, event: JobEvent) -> None:

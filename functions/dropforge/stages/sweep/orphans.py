@@ -140,7 +140,7 @@ def _delete(context: Context, resource: Listed) -> bool | str:
     try:
         if not delete_resource(context, resource.run, resource.kind, resource.name):
             return False
-        context.store.note(resource.run, resource.name, ResourceState.GONE)
+        context.store.note(resource.run, [resource.name], ResourceState.GONE)
         return True
     except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other deletions
         message = error.message if isinstance(error, CloudError) else cut(repr(error), 500)

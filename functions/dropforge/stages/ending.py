@@ -1,0 +1,21 @@
+"""What follows the end of a run: its place goes to another run, its report is written, and everybody is told."""
+
+from __future__ import annotations
+
+from dropforge.base.errors import CloudError
+from dropforge.context import Context
+from dropforge.run.record import Record
+from dropforge.tell.everybody import conclude
+
+from .places import leave
+
+
+def finish(context: Context, record: Record) -> bool:
+    """Do what follows the end of a run; False if not everybody was told, and another try may succeed. Idempotent."""
+    leave(context, record)
+    try:
+        conclude(context, record, context.store.spec(record.run))
+    except CloudError:
+        return False
+    context.log(record.state.lower(), stage="notify", run=record.run)
+    return True
