@@ -350,3 +350,48 @@ def test_only_a_completion_proves_that_an_endpoint_answers(status: int, body: An
     response = SimpleNamespace(status_code=status, text="text", json=lambda: body)
     session = SimpleNamespace(post=lambda *_, **__: response)
     assert (completion_problem(cloud_with(endpoint=session), "http://endpoint", "demo") == "") is answers
+
+
+def test_only_the_owner_of_a_run_ends_it() -> None:
+    place = Place(RunState.TEARING_DOWN)
+    assert notify(place.context, RUN, "another execution", RunState.FAILED, None).status == "SUPERSEDED"
+    assert (place.record.state, place.events) == (RunState.TEARING_DOWN, [])
+
+
+def test_a_cancel_wins_over_a_success_that_is_not_written_yet() -> None:
+    place = Place(RunState.TEARING_DOWN, cancel_requested=NOW)
+    assert notify(place.context, RUN, ME, RunState.SUCCEEDED, None).status == "CANCELLED"
+    assert notify(place.context, RUN, ME, RunState.CANCELLED, None).status == "NOTIFIED"
+    assert [entered.state for entered in place.record.history] == [RunState.TEARING_DOWN, RunState.CANCELLED]
+
+
+def test_the_record_of_a_failed_run_says_why_and_its_end_is_told() -> None:
+    place = Place(RunState.TEARING_DOWN)
+    error = RunError(error_class=ErrorClass.DATA, message="3 rows")
+    assert notify(place.context, RUN, ME, RunState.FAILED, error).status == "NOTIFIED"
+    assert (place.record.state, place.record.error) == (RunState.FAILED, error)
+    assert [event["state"] for event in place.events] == ["FAILED"]
+    assert json.loads(place.store.read(names.report_object(RUN)).data)["state"] == "FAILED"
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_run_opens_its_first_attempt_unless_it_is_cancelled(cancelled: bool) -> None:
+    place = Place(RunState.ACCEPTED, attempts=[], cancel_requested=NOW if cancelled else None)
+    for _ in range(2):  # the call may be repeated
+        answer = provision(place.context, RUN, ME, 1)
+    if cancelled:
+        assert (answer.status, place.record.attempts, place.platform.asked) == ("CANCELLED", [], [])
+    else:
+        [attempt] = place.record.attempts
+        assert (answer.status, place.record.state) == ("RUNNING", RunState.PROVISIONING)
+        assert (attempt.number, attempt.started, attempt.usd_per_hour) == (1, NOW, 10)
+        assert attempt.deadline > NOW
+
+
+def test_the_price_of_an_endpoint_is_pinned_when_the_deployment_begins() -> None:
+    place = Place(RunState.TRAINING)
+    deploy(place.context, RUN, ME)
+    assert (place.record.state, place.record.serving_usd_per_hour) == (RunState.DEPLOYING, 10)
+    pinned = Place(RunState.DEPLOYING, serving_usd_per_hour=5)
+    deploy(pinned.context, RUN, ME)
+    assert pinned.record.serving_usd_per_hour == 5
