@@ -395,3 +395,15 @@ def test_the_price_of_an_endpoint_is_pinned_when_the_deployment_begins() -> None
     pinned = Place(RunState.DEPLOYING, serving_usd_per_hour=5)
     deploy(pinned.context, RUN, ME)
     assert pinned.record.serving_usd_per_hour == 5
+
+
+def test_only_the_execution_that_owns_a_run_opens_attempts() -> None:
+    place = Place(RunState.ACCEPTED, attempts=[])
+    assert provision(place.context, RUN, "another execution", 1).status == "SUPERSEDED"
+    assert (place.record.attempts, place.record.execution, place.platform.asked) == ([], ME, [])
+
+
+def test_a_cancelled_run_deploys_nothing() -> None:
+    place = Place(RunState.TRAINING, cancel_requested=NOW)
+    assert deploy(place.context, RUN, ME).status == "CANCELLED"
+    assert (place.record.state, place.platform.asked) == (RunState.TRAINING, [])
