@@ -451,3 +451,15 @@ def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expir
     record = place.record
     assert expires == [kept_until(record, place.store.spec(RUN))]
     assert expires < [endpoint_expiry(record, place.store.spec(RUN), NOW)]
+
+
+def test_a_model_that_was_committed_in_the_last_moment_counts() -> None:
+    """After the first read of the manifest, and before the cloud says that the container failed."""
+    place = Place()
+
+    def fail(*_: Any) -> Status:
+        commit(place)
+        return Status(Phase.FAILED, "lost", ErrorClass.CODE, 70)
+
+    place.platform.inspect = fail  # type: ignore[assignment,method-assign]
+    assert inspect(place.context, RUN, ME, 1, CALLBACK).status == "SUCCEEDED"
