@@ -63,7 +63,7 @@ def measure_waiting(user: User, count: int) -> list[str]:
         f"{count} specs dropped in {dropped:.1f} s; "
         f"all runs wait after {seconds:.1f} s, {count / seconds:.1f} per second"
     )
-    print(f"CPU time per run until it waits: {Cpu.now(user.info).since(before, count)}")
+    print(f"CPU time per run until it waits: {Cpu.now(user.info).since(before).each(count)}")
     before = Cpu.now(user.info)
     time.sleep(IDLE_SECONDS)
     used = sum(Cpu.now(user.info)) - sum(before)
@@ -111,7 +111,7 @@ def measure_cancel(user: User, runs: Sequence[str], others: Sequence[str]) -> No
     if lost := set(others) - set(user.executions("ACTIVE")):
         raise SystemExit(f"LOST: {len(lost)} runs ended without a cancel: {sorted(lost)[:5]}")
     print(f"{len(runs)} cancelled at once: all ended in {seconds:.1f} s, {len(runs) / seconds:.1f} per second")
-    print(f"CPU per cancelled run: {Cpu.now(user.info).since(before, len(runs))}")
+    print(f"CPU per cancelled run: {Cpu.now(user.info).since(before).each(len(runs))}")
 
 
 def post(info: StackInfo, path: str, body: object) -> None:

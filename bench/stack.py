@@ -182,14 +182,20 @@ def measure_latency(user: User, count: int) -> None:
 
 
 def measure_rate(user: User, count: int) -> None:
-    """Drop `count` specs at once; measure until the last run is terminal."""
-    before, began = Cpu.now(user.info), time.monotonic()
-    runs = user.drop_all([f"many-{number}" for number in range(count)])
-    user.wait(runs)
-    seconds = time.monotonic() - began
-    user.check_ended(runs, "SUCCEEDED")
-    print(f"{count} no-op runs at once: all succeeded in {seconds:.1f} s, {count / seconds:.1f} per second")
-    print(f"CPU per run: {Cpu.now(user.info).since(before, count)}; memory: {describe_memory(user.info)}")
+    """Drop `count` specs at once and wait until the last run is terminal, three times; print the medians."""
+    seconds: list[float] = []
+    used: list[Cpu] = []
+    for turn in range(3):
+        before, began = Cpu.now(user.info), time.monotonic()
+        runs = user.drop_all([f"many-{turn}-{number}" for number in range(count)])
+        user.wait(runs)
+        seconds.append(time.monotonic() - began)
+        used.append(Cpu.now(user.info).since(before))
+        user.check_ended(runs, "SUCCEEDED")
+    middle = statistics.median(seconds)
+    print(f"{count} no-op runs at once: all succeeded in {middle:.1f} s, {count / middle:.1f} per second (of three)")
+    cpu = Cpu(*map(statistics.median, zip(*used, strict=True)))
+    print(f"CPU per run: {cpu.each(count)} (of three); memory: {describe_memory(user.info)}")
 
 
 class Cpu(NamedTuple):
@@ -208,10 +214,13 @@ class Cpu(NamedTuple):
         containers = ended + sum(sum(_times(process)) for process in forks)
         return cls(own, sum(_times(process)[0] for process in functions), containers)
 
-    def since(self, before: Cpu, runs: int) -> str:
-        milliseconds = [(now - then) / runs * 1000 for now, then in zip(self, before, strict=True)]
-        parts = ", ".join(f"{name} {value:.0f}" for name, value in zip(self._fields, milliseconds, strict=True))
-        return f"{sum(milliseconds):.0f} ms ({parts})"
+    def since(self, before: Cpu) -> Cpu:
+        return Cpu(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def each(self, runs: int) -> str:
+        """Milliseconds for each of the runs."""
+        parts = ", ".join(f"{name} {value / runs * 1000:.0f}" for name, value in zip(self._fields, self, strict=True))
+        return f"{sum(self) / runs * 1000:.0f} ms ({parts})"
 
 
 def _times(process: psutil.Process) -> tuple[float, float]:

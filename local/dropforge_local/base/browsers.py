@@ -9,6 +9,7 @@ libraries send neither `Origin` nor `Sec-Fetch-Site`, and the loopback address a
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -41,6 +42,7 @@ def problem_of(headers: Mapping[str, str]) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname or ""

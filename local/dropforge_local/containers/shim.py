@@ -236,8 +236,19 @@ def send_kill(kill: Callable[[int, int], None], pid: int) -> None:
 
 def descendants(parent: int) -> list[int]:
     """Pids of every process below `parent`, from /proc; empty without /proc, where the group kill must suffice."""
+    children = children_by_parent() if sys.platform == "linux" else {}
+    pids, frontier = [], [parent]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        pids += below
+        frontier += below
+    return pids
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """The pids of all processes of this machine by their parent's pid, from /proc."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+    for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/stat", "rb") as stat:
@@ -245,12 +256,7 @@ def descendants(parent: int) -> list[int]:
             except OSError:
                 continue
             children.setdefault(int(fields[1]), []).append(int(entry))
-    pids, frontier = [], [parent]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        pids += below
-        frontier += below
-    return pids
+    return children
 
 
 def reserve_exit(directory: str) -> int:
