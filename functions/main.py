@@ -19,6 +19,7 @@ from dropforge.base.names import is_run_id, is_spec_object
 from dropforge.base.redact import cut
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
+from dropforge.run.proof import PROOF
 from dropforge.run.record import Outcome, RunError, RunState
 from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.answers import Answer
@@ -78,7 +79,8 @@ def on_spec_message(event: Any) -> None:
 def on_job_event(event: Any) -> None:
     """Pub/Sub message on the job-events topic, from a training container."""
     if message := _read(pubsub_message, event, "await"):
-        receive_job_event(context(), message[0])
+        data, attributes, _ = message
+        receive_job_event(context(), data, attributes.get(PROOF))
 
 
 @functions_framework.http

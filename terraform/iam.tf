@@ -28,6 +28,7 @@ locals {
     device = "resource.name.startsWith(\"${local._runs_objects}/machines/\")"
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
+    keys   = "resource.name.startsWith(\"${local._runs_objects}/keys/\")"
   }
 
   # Scopes that are buckets or parts of a bucket: the bucket, and the condition.
@@ -35,6 +36,8 @@ locals {
     specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
     data_buckets     = { buckets = var.data_buckets, condition = "" }
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
+    readable_objects = { buckets = [google_storage_bucket.runs.name], condition = "!${local._below.keys}" }
+    key_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.keys }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
     machine_objects  = { buckets = [google_storage_bucket.runs.name], condition = local._below.device }
@@ -169,4 +172,9 @@ resource "google_storage_bucket_iam_member" "reader" {
   bucket = google_storage_bucket.runs.name
   role   = "roles/storage.objectViewer"
   member = each.key
+
+  condition {
+    title      = "readable_objects"
+    expression = local.bucket_scopes.readable_objects.condition
+  }
 }

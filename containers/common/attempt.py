@@ -41,7 +41,7 @@ class Attempt:
 
     def resend_success(self) -> bool:
         """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
-        committed = artifacts.read_manifest(self.client, self.job.bucket, self.job.run)
+        committed = artifacts.read_manifest(self.client, self.job.bucket, self.job.run, self.job.key)
         if committed is None:
             return False
         log("the model is committed already", stage="train", run=self.job.run, attempt=committed.attempt)
@@ -72,7 +72,7 @@ def run_attempt(
     except JobError as error:
         log(error.message, stage="train", severity="ERROR", hint=error.hint)
         return error.exit_code
-    clients, redact, stop = Clients(), Redactor(), StopRequest()
+    clients, redact, stop = Clients(), Redactor(job.key), StopRequest()
     reporter = Reporter(job, redact, clients)
     try:
         with work_directory(job) as directory:

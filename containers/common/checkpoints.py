@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
@@ -11,9 +10,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
+from dropforge.base.errors import NotFound
 from dropforge.base.log import log
 from dropforge.run import artifacts
 from dropforge.run.artifacts import ArtifactFile, Checkpoint
+from dropforge.run.proof import is_document_proved, with_proof
 
 from .job import Job
 from .report import Reporter
@@ -40,7 +41,7 @@ class CheckpointStore:
 
     def resume(self, directory: Path) -> Path | None:
         """Download the newest complete checkpoint; returns its directory, or None to start from the beginning."""
-        for checkpoint in artifacts.checkpoints(self._client, self._job.bucket, self._job.run):
+        for checkpoint in artifacts.checkpoints(self._client, self._job.bucket, self._job.run, self._job.key):
             local = directory / f"checkpoint-{checkpoint.step}"
             if self._fetch(checkpoint, local):
                 self.saved_step = checkpoint.step
@@ -79,40 +80,39 @@ class CheckpointStore:
             return
         for machine in range(1, world.machines):
             files += self._wait_for_part(step, machine)
-        checkpoint = artifacts.complete_checkpoint(self._client, bucket, run, step, files, {})
+        checkpoint = artifacts.complete_checkpoint(self._client, bucket, run, step, files, {}, self._job.key)
         self.saved_step = step
         self._reporter.checkpointed(step, checkpoint.uri)
-        artifacts.prune_checkpoints(self._client, bucket, run, KEEP)
+        artifacts.prune_checkpoints(self._client, bucket, run, KEEP, self._job.key)
 
     def _hand_in(self, step: int, files: list[ArtifactFile]) -> None:
-        listing = json.dumps([file.model_dump() for file in files])
-        self._part(step, self._job.world.machine).upload_from_string(listing, "application/json")
+        part = self._part(step, self._job.world.machine)
+        listing = {"files": [file.model_dump() for file in files]}
+        part.upload_from_string(with_proof(self._job.key, part.name, listing), "application/json")
 
     def _wait_for_part(self, step: int, machine: int) -> list[ArtifactFile]:
         part, deadline = self._part(step, machine), time.monotonic() + PART_SECONDS
-        while not part.exists():
+        while (data := self._proved(part)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"machine {machine} did not upload its shards of step {step} in {PART_SECONDS} s")
             time.sleep(PART_POLL_SECONDS)
-        return [ArtifactFile.model_validate(file) for file in json.loads(part.download_as_bytes())]
+        return [ArtifactFile.model_validate(file) for file in json.loads(data)["files"]]
+
+    def _proved(self, part: Any) -> bytes | None:
+        """The list of a machine; None before, and for a list that another run's container wrote."""
+        data = part.download_as_bytes() if part.exists() else None
+        return data if data is not None and is_document_proved(self._job.key, part.name, data) else None
 
     def _part(self, step: int, machine: int) -> Any:
         prefix = artifacts.checkpoint_prefix(self._job.run, step)
         return self._client.bucket(self._job.bucket).blob(f"{prefix}{PART}{self.launch}-{machine}")
 
     def _fetch(self, checkpoint: Checkpoint, local: Path) -> bool:
-        downloaded = {file.path: file for file in artifacts.download_prefix(self._client, checkpoint.uri, local)}
-        # The marker does not list itself, nor files of an earlier, incomplete upload by other ranks.
-        for path in downloaded.keys() - {file.path for file in checkpoint.files}:
-            (local / path).unlink()
-            _remove_if_empty((local / path).parent)
-        if all(downloaded.get(file.path) == file for file in checkpoint.files):
-            return True
-        log(f"{checkpoint.uri} differs from its marker", stage="train", run=self._job.run, severity="WARNING")
-        return False
-
-
-def _remove_if_empty(directory: Path) -> None:
-    """The trainer recognises the kind of a checkpoint by its directories."""
-    with contextlib.suppress(OSError):
-        directory.rmdir()
+        """Download the files that the marker lists. Others may be of an earlier, incomplete upload by other ranks."""
+        try:
+            artifacts.download_files(self._client, checkpoint.uri, local, checkpoint.files)
+        except NotFound as error:
+            message = f"{checkpoint.uri} differs from its marker: {error}"
+            log(message, stage="train", run=self._job.run, severity="WARNING")
+            return False
+        return True

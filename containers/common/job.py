@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dropforge.run.proof import VARIABLE
+
 from .errors import config_error
 from .world import World, read_world
 
@@ -20,7 +22,7 @@ _RUN = re.compile(r"[a-z][a-z0-9-]{0,48}")
 class Job:
     """One attempt of one run. An empty `topic` sends no job events; `deadline` is in Unix seconds.
 
-    `grace_seconds` is the time between SIGTERM and SIGKILL.
+    `grace_seconds` is the time between SIGTERM and SIGKILL. `key` is the run's key (dropforge/run/proof.py).
     """
 
     project: str
@@ -31,6 +33,7 @@ class Job:
     deadline: float | None
     grace_seconds: float
     world: World = field(default_factory=World)
+    key: str = field(default="", repr=False)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Job:
@@ -57,5 +60,6 @@ class Job:
             topic=environ.get("DROPFORGE_JOB_EVENTS_TOPIC", ""),
             deadline=float(deadline) if deadline else None,
             grace_seconds=float(grace or GRACE_SECONDS),
+            key=environ.get(VARIABLE, ""),
             world=world,
         )

@@ -117,16 +117,27 @@ def publish(
         files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
         versions={name: version(name) for name in packages},
     )
+    _delete_unlisted(client, job, manifest, f"{artifacts.model_prefix(job.run)}{prefix}/")
     try:
-        return artifacts.write_manifest(client, job.bucket, manifest)
+        return artifacts.write_manifest(client, job.bucket, manifest, job.key)
     except Conflict as error:
         log(f"{error}; this attempt's model is dropped", stage="train", run=job.run, severity="WARNING")
     return _committed_elsewhere(client, job, prefix)
 
 
+def _delete_unlisted(client: Any, job: Job, manifest: Manifest, prefix: str) -> None:
+    """Delete what this attempt's directory has besides the model, such as the files of an export that was killed.
+
+    A server refuses a directory with other files than the manifest's (`artifacts.verify_manifest`).
+    """
+    listed = {artifacts.model_prefix(job.run) + file.path for file in manifest.files}
+    blobs = client.list_blobs(job.bucket, prefix=prefix)
+    artifacts.delete_blobs(blob for blob in blobs if blob.name not in listed)
+
+
 def _committed_elsewhere(client: Any, job: Job, prefix: str) -> Manifest:
     """The manifest that is committed; this attempt's files are deleted unless the manifest is its own."""
-    committed = artifacts.read_manifest(client, job.bucket, job.run)
+    committed = artifacts.read_manifest(client, job.bucket, job.run, job.key)
     assert committed is not None, "a manifest is never deleted"
     if committed.attempt != job.attempt:
         stale = list(client.list_blobs(job.bucket, prefix=f"{artifacts.model_prefix(job.run)}{prefix}/"))

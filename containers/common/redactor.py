@@ -11,16 +11,16 @@ from . import redacted_output
 
 
 class Redactor:
-    """Replaces credentials in text: known token formats, and the values of the spec's own secrets."""
+    """Replaces credentials in text: known token formats, the values of the spec's own secrets, and the run's key."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_key: str = "") -> None:
         self._values: list[str] = []
-        self._forms: list[str] = []
+        self._forms: list[str] = [run_key] if run_key else []
 
     def learn(self, names: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
         """Remember the values of the environment variables in `names` (the spec's `secrets`)."""
         self._values += [environ[name] for name in names if environ.get(name)]
-        self._forms = [form for value in self._values for form in redacted_output.forms(value)]
+        self._forms += [form for value in self._values for form in redacted_output.forms(value)]
 
     def guard_output(self) -> None:
         """From now on, also redact all that this process and its children print."""

@@ -115,7 +115,7 @@ class Reporter:
 
     def _publish_all(self) -> None:
         while (event := self._queue.get()) is not None:
-            data, attributes = job_event_message(event)
+            data, attributes = job_event_message(event, self._job.key)
             try:
                 publisher = self._clients.publisher()
                 publisher.publish(self._job.topic, data, timeout=_PUBLISH_SECONDS, **attributes).result(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 
 from dropforge.base.log import log
 from dropforge.run.artifacts import tokens_object
+from dropforge.run.proof import PROOF, is_proved, proof
 
 from . import chat
 from .chat import Chunk, Encoded
@@ -132,11 +133,12 @@ class TokenCache:
     run: str
     directory: Path  # for the files in transfer
     writes: bool = True
+    run_key: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, job: Job, client: Any, directory: Path) -> TokenCache:
         """The cache of a job. With several machines, the first one writes."""
-        return cls(client, job.bucket, job.run, directory, writes=job.world.machine == 0)
+        return cls(client, job.bucket, job.run, directory, writes=job.world.machine == 0, run_key=job.key)
 
     def read(self, key: str) -> Encoded | None:
         """The token ids with this key; None if there are none, or if they are damaged."""
@@ -146,6 +148,8 @@ class TokenCache:
             if blob is None:
                 return None
             blob.download_to_filename(str(path), checksum="crc32c", timeout=TIMEOUT_SECONDS)
+            if not is_proved(self.run_key, blob.name, sha256_of(path), (blob.metadata or {}).get(PROOF)):
+                raise ValueError("it has no proof of its run")
             return load(path, key)
         except Exception as error:  # noqa: BLE001  (the rows are tokenised again)
             self._warn(f"the token ids in the bucket cannot be used, so the rows are tokenised again: {error!r}")
@@ -163,6 +167,7 @@ class TokenCache:
             damaged = self._find(key)
             generation = damaged.generation if damaged else 0
             blob = self.client.bucket(self.bucket).blob(tokens_object(self.run, key))
+            blob.metadata = {PROOF: proof(self.run_key, blob.name, sha256_of(path))} if self.run_key else None
             blob.upload_from_filename(
                 str(path), if_generation_match=generation, checksum="crc32c", timeout=TIMEOUT_SECONDS
             )
@@ -181,6 +186,11 @@ class TokenCache:
 
     def _warn(self, message: str) -> None:
         log(message, stage="train", run=self.run, severity="WARNING")
+
+
+def sha256_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def save(path: Path, key: str, encoded: Encoded) -> None:

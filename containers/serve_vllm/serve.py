@@ -29,6 +29,8 @@ from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run import artifacts
+from dropforge.run.artifacts import Manifest
+from dropforge.run.proof import VARIABLE as RUN_KEY
 
 from .engine import (
     BadSettings,
@@ -66,14 +68,20 @@ def main() -> int:
     except BadSettings as error:
         log(str(error), stage="serve", severity="ERROR")
         return BAD_CONFIG
-    clients = Clients()
     try:
-        load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
-        client = clients.storage()
-        model = find_model(client, settings.model_uri)
+        return serve(settings, engine, began)
     except DropforgeError as error:
         log(str(error), stage="serve", severity="ERROR")
         return NOT_FOUND
+
+
+def serve(settings: Settings, engine: EngineName, began: float) -> int:
+    """Become the engine, or run it behind the gate; returns the exit code. Raises DropforgeError without a model."""
+    clients, run_key = Clients(), os.environ.pop(RUN_KEY, "")  # the engine, which runs the model's code, needs no key
+    load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
+    client = clients.storage()
+    manifest = find_model(client, settings.model_uri, run_key)
+    model = f"{settings.model_uri}/{manifest.serve_path}"
     log("starting", stage="serve", model=model, engine=engine)
     if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
         log(problem, stage="serve", severity="ERROR")
@@ -84,19 +92,19 @@ def main() -> int:
         os.execvp(command[0], command)
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
-        artifacts.download_prefix(client, model, work / "model")
+        download(client, settings, manifest, work / "model")
         command = vllm_tpu_argv(settings, str(work / "model"), parser)
         os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
     with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
         directory = Path(name)
-        artifacts.download_prefix(client, model, directory / "model")
+        download(client, settings, manifest, directory / "model")
         return asyncio.run(serve_behind_gate(settings, engine, directory, parser, began))
 
 
-def find_model(client: Any, model_uri: str) -> str:
-    """The URI of the files to serve, from the manifest. Raises DropforgeError if no model is committed."""
+def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
+    """The manifest of the model to serve, whose files are in the bucket. Raises DropforgeError if there is none."""
     bucket, prefix = artifacts.parse_gs_uri(model_uri)
-    manifest = artifacts.read_manifest(client, bucket, prefix.split("/")[1])
+    manifest = artifacts.read_manifest(client, bucket, prefix.split("/")[1], run_key)
     if manifest is None:
         raise DropforgeError(
             f"{model_uri} has no {artifacts.MANIFEST}: no training run has committed a model there; "
@@ -104,7 +112,15 @@ def find_model(client: Any, model_uri: str) -> str:
         )
     if problems := artifacts.verify_manifest(client, bucket, manifest):
         raise DropforgeError(f"{model_uri} differs from its manifest: {'; '.join(problems[:3])}")
-    return f"{model_uri}/{manifest.serve_path}"
+    return manifest
+
+
+def download(client: Any, settings: Settings, manifest: Manifest, directory: Path) -> None:
+    """Download the files to serve, each compared with its digest in the manifest. Raises DropforgeError."""
+    prefix = f"{manifest.serve_path}/"
+    files = [file for file in manifest.files if file.path.startswith(prefix)]
+    relative = [file.model_copy(update={"path": file.path.removeprefix(prefix)}) for file in files]
+    artifacts.download_files(client, f"{settings.model_uri}/{manifest.serve_path}", directory, relative)
 
 
 def read_config(client: Any, model: str) -> dict[str, Any]:

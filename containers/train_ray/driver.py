@@ -62,7 +62,7 @@ class Watch(watch.Watch):
         """Save the notes of a checkpoint that the workers wrote since the last poll."""
         self._poll_at = time.monotonic() + POLL_SECONDS
         try:
-            step = self._shared.newest()
+            step = self._shared.newest(self._step)  # a later step is none of these workers'
         except Exception as error:  # noqa: BLE001  (training continues; the next poll lists again)
             log(f"the bucket was not listed: {error!r}", stage="train", severity="WARNING")
             return
@@ -85,7 +85,7 @@ def resume(work: Work, checkpoints: CheckpointStore) -> Notes:
     """Find the newest checkpoint, which the workers will read; returns its notes."""
     work.forget("train", *AFTER_TRAIN)
     shared = SharedCheckpoints.from_environment()
-    checkpoints.saved_step = shared.newest()
+    checkpoints.saved_step = shared.settle()
     notes = shared.read_notes(checkpoints.saved_step) if checkpoints.saved_step else {}
     work.note(notes)
     return notes

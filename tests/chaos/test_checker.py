@@ -44,6 +44,7 @@ class Story:
             "attempts": [],
             "endpoint": None,
             "error": None,
+            "metrics": {},
         }
         self.entries: list[dict[str, Any]] = []
         self.sweeps = 0
@@ -100,6 +101,7 @@ class Story:
         content = {"run": RUN, "attempt": attempt, "metrics": {"exact_match": 0.9}}
         name = f"models/{RUN}/MANIFEST.json"
         self.add("write", bucket="b", name=name, generation=1, replaced=0, content=content)
+        self.record |= {"metrics": content["metrics"]}
 
     def begin(self, limits: dict[str, Any], seconds: float) -> float:
         """Add a run with these limits until its only attempt trains; return the start of the attempt.

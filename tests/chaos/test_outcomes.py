@@ -24,6 +24,11 @@ def _manifest_of_another_run(story: Story) -> None:
     _write_of(story, "MANIFEST").data["content"]["run"] = "other-0123456789ab"
 
 
+def _metrics_of_a_forged_manifest(story: Story) -> None:
+    for record in _records(story):
+        record["metrics"] = {"exact_match": 1.0}
+
+
 def _gate_not_passed(story: Story) -> None:
     gate = {"metric": "exact_match", "min": 0.95}
     _spec(story, evaluation={"gate": gate})
@@ -128,6 +133,7 @@ def _sweep_that_never_ends(story: Story) -> None:
 MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("success_has_a_model", served, _no_manifest),
     ("success_has_a_model", served, _manifest_of_another_run),
+    ("success_has_a_model", served, _metrics_of_a_forged_manifest),
     ("success_has_a_model", served, _gate_not_passed),
     ("ready_means_answered", served, _no_completion),
     ("ready_means_answered", served, _completion_of_another_endpoint),

@@ -24,6 +24,7 @@ from tests.patience import PATIENCE_SECONDS, TRAIN_SECONDS
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
+from dropforge.run.proof import EVENT_NAME, PROOF, is_proved
 from dropforge_local import shims, tiny
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -42,6 +43,7 @@ TOPIC = f"projects/{PROJECT}/topics/job-events"
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
 MARK = b"the last message so far"
 RUNS = "runs-bucket"
+RUN_KEY = "5" * 64
 DATA = "data-bucket"
 CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
@@ -121,6 +123,7 @@ class Trainer:
             "DROPFORGE_ATTEMPT": str(attempt),
             "DROPFORGE_RUNS_BUCKET": RUNS,
             "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
+            "DROPFORGE_RUN_KEY": RUN_KEY,
         }
         if processes > 1:
             values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
@@ -138,7 +141,7 @@ class Trainer:
             process.communicate()
 
     def manifest(self, run: str) -> Manifest:
-        manifest = read_manifest(self.cloud.client, RUNS, run)
+        manifest = read_manifest(self.cloud.client, RUNS, run, RUN_KEY)
         assert manifest is not None
         return manifest
 
@@ -222,7 +225,9 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
         while mark not in ids:
             answer = subscriber.pull(subscription=SUBSCRIPTION, max_messages=500, timeout=PATIENCE_SECONDS, retry=None)
             messages = list(answer.received_messages)
-            seen.extend(parse_job_event(item.message.data) for item in messages if item.message.data != MARK)
+            sent = [item.message for item in messages if item.message.data != MARK]
+            assert all(is_proved(RUN_KEY, EVENT_NAME, message.data, message.attributes[PROOF]) for message in sent)
+            seen.extend(parse_job_event(message.data) for message in sent)
             subscriber.acknowledge(subscription=SUBSCRIPTION, ack_ids=[item.ack_id for item in messages])
             ids.update(item.message.message_id for item in messages)
         return sorted((event for event in seen if event.run == run), key=lambda event: (event.attempt, event.sequence))

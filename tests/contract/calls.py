@@ -75,6 +75,7 @@ PATHS = {
 NO_API = re.compile(r"POST /slack/")  # Slack needs no permission of Google Cloud
 BELOW = {
     "run_objects": re.compile(r"runs/"),
+    "key_objects": re.compile(r"keys/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
     "machine_objects": re.compile(r"machines/"),
     "artifact_objects": re.compile(r"(checkpoints|models)/"),
@@ -127,6 +128,8 @@ def covers(grant: Grant, need: Need) -> bool:
     if bucket == "runs_bucket" and need.permission in WRITES:
         # The record of a refused write does not name the object.
         return grant.scope in BELOW and (not name or BELOW[grant.scope].match(name) is not None)
+    if grant.scope == "readable_objects":
+        return bucket == "runs_bucket" and BELOW["key_objects"].match(name) is None
     return grant.scope == bucket or (need.on == "project" and grant.scope in ANYWHERE)
 
 

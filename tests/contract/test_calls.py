@@ -49,6 +49,7 @@ EXISTS_ALREADY = "needed when an earlier call has created the object and its ans
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
 STAYS = "needed when the object stays after its owner was deleted"
 OWNED = ("persistentvolumeclaims", "pods")
+TWO_AT_ONCE = "needed when two deliveries of a spec write the key of its run at the same time"
 UNUSED = {
     **{Grant(account, "kubernetes", f"delete {plural}"): STAYS for account in ENDERS for plural in OWNED},
     **{
@@ -66,6 +67,9 @@ UNUSED = {
     Grant("notify", "webhook_secrets", "secretmanager.versions.access"): OLDER,
     Grant("notify", "run_objects", "storage.objects.create"): OLDER,
     Grant("notify", "run_objects", "storage.objects.delete"): OLDER,
+    Grant("on_spec_message", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
+    Grant("on_spec_uploaded", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
+    Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",

@@ -342,7 +342,7 @@ def test_no_container_may_write_what_the_control_plane_reads_as_its_own(applied:
     bindings = [
         b
         for b in applied["google_storage_bucket_iam_member"]
-        if b["member"] in containers and not b["role"].endswith(("_runs_bucket", "roles/storage.objectViewer"))
+        if b["member"] in containers and not b["role"].endswith(("_readable_objects", "roles/storage.objectViewer"))
     ]
     assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {
         "dropforge_trainer_artifact_objects",
@@ -461,7 +461,14 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "runs_bucket": [stack.RUNS_BUCKET],
         **{
             scope: [f"{stack.RUNS_BUCKET} if {scope}"]
-            for scope in ("run_objects", "event_objects", "machine_objects", "artifact_objects")
+            for scope in (
+                "readable_objects",
+                "key_objects",
+                "run_objects",
+                "event_objects",
+                "machine_objects",
+                "artifact_objects",
+            )
         },
         "specs_bucket": [stack.SPECS_BUCKET],
         "data_buckets": [],  # predefined roles: see the test of data_buckets

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.run.proof import EVENT_NAME, PROOF, proof
 from dropforge.run.record import Record, RunState, Transition
 
 from .conftest import EVENT, RUNS, WORKFLOW, App
@@ -92,8 +93,9 @@ def test_no_job_event_makes_a_function_fail_or_ends_a_run(app: App, run: str, da
     more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, progress]
     body = data.draw(mutated([{**event, **fields} for fields in more]))
     before = app.store.record(run)
-    encoded = base64.b64encode(json.dumps(body).encode()).decode()
-    message = {"message": {"data": encoded, "messageId": "1"}}
+    content = json.dumps(body).encode()
+    attributes = {PROOF: proof(app.store.key(run), EVENT_NAME, content)}
+    message = {"message": {"data": base64.b64encode(content).decode(), "messageId": "1", "attributes": attributes}}
     assert app.post("on_job_event", message, {"Content-Type": "application/json", **EVENT}) == 200
     assert app.store.record(run) == before
 

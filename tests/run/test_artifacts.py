@@ -15,12 +15,14 @@ from google.cloud import storage
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest, Source
+from dropforge.run.proof import with_proof
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
 
 RUN = "tiny-0123456789ab"
+KEY, OTHER_KEY = "k" * 64, "o" * 64
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_a_directory_is_unchanged_after_upload_and_download(
 ) -> None:
     sent = artifacts.upload_directory(client, exported, f"gs://{bucket}/a/b")
     received = artifacts.download_prefix(client, f"gs://{bucket}/a/b/", tmp_path / "back")
-    assert sent == received
+    assert all(file.has_content_of(back) for file, back in zip(sent, received, strict=True))
     assert [file.path for file in sent] == ["README.md", "empty", "model/model.safetensors"]
     assert (tmp_path / "back" / "model" / "model.safetensors").read_bytes() == b"weights" * 1000
 
@@ -157,6 +159,78 @@ def test_an_artifact_that_the_manifest_does_not_list_is_not_read(client: Any, bu
     committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
     with pytest.raises(NotFound, match=r"samples\.json"):
         artifacts.read_artifact(client, bucket, committed, "samples.json")
+
+
+@pytest.mark.parametrize("key", ["", OTHER_KEY], ids=["no proof", "another run's proof"])
+def test_a_forged_manifest_counts_as_none_and_stops_no_commit(
+    client: Any, bucket: str, exported: Path, key: str
+) -> None:
+    forged = artifacts.write_manifest(client, bucket, manifest([], attempt=2), key)
+    assert artifacts.read_manifest(client, bucket, RUN) == forged
+    assert artifacts.read_manifest(client, bucket, RUN, KEY) is None
+    written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported), KEY)
+    assert artifacts.read_manifest(client, bucket, RUN, KEY) == written
+    assert written.attempt == 1
+    with pytest.raises(Conflict, match="attempt 1"):
+        artifacts.write_manifest(client, bucket, manifest([], attempt=2), KEY)
+
+
+def test_the_manifest_of_another_name_has_no_proof(client: Any, bucket: str) -> None:
+    """Otherwise a manifest of the same run, of an earlier bucket or under another name, could be copied."""
+    data = with_proof(KEY, "models/other/MANIFEST.json", json.loads(manifest([]).model_dump_json(exclude={"proof"})))
+    client.bucket(bucket).blob(f"models/{RUN}/MANIFEST.json").upload_from_string(data)
+    assert artifacts.read_manifest(client, bucket, RUN, KEY) is None
+
+
+def test_a_file_that_was_written_again_is_compared_by_its_content(client: Any, bucket: str, exported: Path) -> None:
+    """A crc32c can be forged. So the SHA-256 decides about a file that is not the committed generation."""
+    committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    name = f"{artifacts.model_prefix(RUN)}attempt-1/model/model.safetensors"
+    client.bucket(bucket).blob(name).upload_from_string(b"weights" * 1000)
+    assert artifacts.verify_manifest(client, bucket, committed) == []  # as after a restore
+    files = [file.model_copy(update={"sha256": "0" * 64}) for file in committed.files]
+    [problem] = artifacts.verify_manifest(client, bucket, committed.model_copy(update={"files": files}))
+    assert problem.startswith("attempt-1/model/model.safetensors was replaced after the commit")
+
+
+def test_a_file_that_was_added_to_the_model_is_told(client: Any, bucket: str, exported: Path) -> None:
+    """A server loads all weights below the model's prefix."""
+    committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    prefix = f"{artifacts.model_prefix(RUN)}attempt-1"
+    client.bucket(bucket).blob(f"{prefix}/model/model-2.safetensors").upload_from_string(b"x")
+    client.bucket(bucket).blob(f"{prefix}/beside").upload_from_string(b"x")
+    assert artifacts.verify_manifest(client, bucket, committed) == [
+        "attempt-1/model/model-2.safetensors is not in the manifest"
+    ]
+
+
+def test_only_the_listed_files_are_downloaded_and_none_that_differs(
+    client: Any, bucket: str, exported: Path, tmp_path: Path
+) -> None:
+    uri = f"gs://{bucket}/c"
+    files = artifacts.upload_directory(client, exported, uri)
+    client.bucket(bucket).blob("c/more").upload_from_string(b"x")
+    artifacts.download_files(client, uri, tmp_path / "same", files)
+    assert not (tmp_path / "same" / "more").exists()
+    assert (tmp_path / "same" / "model" / "model.safetensors").read_bytes() == b"weights" * 1000
+    client.bucket(bucket).blob("c/README.md").upload_from_string(b"another")
+    with pytest.raises(NotFound, match=r"c/README\.md is not the file that was committed"):
+        artifacts.download_files(client, uri, tmp_path / "changed", files)
+    client.bucket(bucket).blob("c/README.md").delete()
+    with pytest.raises(NotFound, match=r"below gs://.*/c/ is missing"):
+        artifacts.download_files(client, uri, tmp_path / "missing", files)
+
+
+def test_a_forged_checkpoint_is_neither_resumed_nor_a_reason_to_prune(client: Any, bucket: str, exported: Path) -> None:
+    for step in (10, 20):
+        artifacts.upload_checkpoint(client, bucket, RUN, step, exported, {}, KEY)
+    for step, key in ((30, ""), (40, OTHER_KEY), (50, OTHER_KEY)):
+        artifacts.upload_checkpoint(client, bucket, RUN, step, exported, {}, key)
+    newest = artifacts.newest_complete_checkpoint(client, bucket, RUN, KEY)
+    assert newest is not None
+    assert newest.step == 20
+    artifacts.prune_checkpoints(client, bucket, RUN, 2, KEY)
+    assert [checkpoint.step for checkpoint in artifacts.checkpoints(client, bucket, RUN, KEY)] == [20, 10]
 
 
 def test_a_manifest_that_cannot_be_parsed_is_an_error(client: Any, bucket: str) -> None:

@@ -161,8 +161,8 @@ def bucket_with(data: bytes) -> Any:
     """A storage client whose only object has this content."""
 
     class Blob:
-        def download_as_bytes(self, timeout: float) -> bytes:
-            return data
+        def download_as_bytes(self, end: int, timeout: float, raw_download: bool) -> bytes:
+            return data[: end + 1]
 
     class Client:
         def bucket(self, name: str) -> Client:

@@ -27,7 +27,12 @@ ALLOWED = {
     "write one's own model",
     "forge the status of another run's machine",
     "forge a machine of no run",
+    "forge another run's manifest",
+    "forge another run's checkpoint",
+    "forge another run's machine's end",
     "say that another run succeeded",
+    "say that another run failed",
+    "say that another run preempted",
 }
 
 
@@ -58,7 +63,7 @@ def test_a_hostile_container_reaches_nothing_outside_of_its_run(user: User) -> N
         assert {what: answer for what, answer in tried.items() if answer != "403"} == dict.fromkeys(ALLOWED, "done"), (
             kind
         )
-        assert len(tried) > 40
+        assert len(tried) > 50
     sweep(user)
     after = user.store.record(victim)
     assert (after.state, after.execution, after.history) == (RunState.TRAINING, before.execution, before.history)

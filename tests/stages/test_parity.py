@@ -20,6 +20,7 @@ from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.run.artifacts import MANIFEST, ArtifactFile, Manifest, Source, model_prefix
+from dropforge.run.proof import with_proof
 from dropforge.run.record import Parity
 from dropforge.run.seal import SEAL, Noise, Seal, SealedRow
 from dropforge.run.store import RunStore
@@ -131,8 +132,8 @@ def context(memory: Memory, step: timedelta = timedelta(0), **more: Any) -> Cont
     return context_with(SETTINGS, Clock(step), storage=memory, endpoint=requests.Session(), **more)
 
 
-def bucket(run: str = RUN) -> Memory:
-    """A runs bucket with a committed model and its seal."""
+def bucket(run: str = RUN, key: str = "") -> Memory:
+    """A runs bucket with a committed model and its seal, proved with the run's key."""
     memory, data = Memory(), seal().model_dump_json().encode()
     file = ArtifactFile(path=f"attempt-1/{SEAL}", size=len(data), sha256=hashlib.sha256(data).hexdigest(), crc32c="")
     source = Source(uri="u", revision="r")
@@ -148,8 +149,9 @@ def bucket(run: str = RUN) -> Memory:
         serve_path="attempt-1/model",
         versions={},
     )
-    for name, content in ((f"attempt-1/{SEAL}", data), (MANIFEST, manifest.model_dump_json().encode())):
-        memory.objects[model_prefix(run) + name] = (content, 1)
+    path = model_prefix(run) + MANIFEST
+    proved = with_proof(key, path, json.loads(manifest.model_dump_json(exclude={"proof"})))
+    memory.objects |= {model_prefix(run) + f"attempt-1/{SEAL}": (data, 1), path: (proved, 1)}
     return memory
 
 
@@ -231,7 +233,7 @@ def deployed(endpoint: Endpoint, calls: int) -> tuple[Any, Any]:
     memory = Memory()
     store = RunStore(memory, SETTINGS.runs_bucket)
     run = make_run(store, SPEC)
-    memory.objects |= bucket(run).objects
+    memory.objects |= bucket(run, store.key(run)).objects
     platforms = Platforms(server=lambda kind: Server(endpoint.url))  # type: ignore[arg-type,return-value]
     more = {"platforms": platforms, "publisher": Publisher()}
     for _ in range(calls):

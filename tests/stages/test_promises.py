@@ -18,6 +18,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.artifacts import MANIFEST, Manifest, Source, model_prefix
+from dropforge.run.proof import with_proof
 from dropforge.run.record import (
     WAITING_SECONDS,
     Attempt,
@@ -141,7 +142,9 @@ def commit(place: Place, **metrics: float | None) -> None:
         serve_path="attempt-1/model",
         versions={},
     )
-    place.store.put_new(f"{model_prefix(RUN)}{MANIFEST}", manifest.model_dump_json().encode())
+    path = f"{model_prefix(RUN)}{MANIFEST}"
+    document = json.loads(manifest.model_dump_json(exclude={"proof"}))
+    place.store.put_new(path, with_proof(place.store.key(RUN), path, document))
 
 
 def endpoint(expires: datetime, **fields: Any) -> Endpoint:

@@ -15,6 +15,7 @@ from dropforge.base.errors import CloudError, ErrorClass, RetryLater
 from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Request, Started
+from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Attempt, LedgerEntry, Outcome, ResourceState, RunError, RunState, Transition
 from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
@@ -124,6 +125,10 @@ def started(attempt: int = 1) -> bytes:
     return event.model_dump_json().encode()
 
 
+def receive(place: Place, data: bytes) -> None:
+    receive_job_event(place.context, data, proof(place.store.key(RUN), EVENT_NAME, data))
+
+
 def kept(place: Place) -> list[str]:
     return list(place.store.names(names.events_prefix(RUN)))
 
@@ -131,7 +136,7 @@ def kept(place: Place) -> list[str]:
 def test_a_job_event_is_kept_and_wakes_the_execution_that_waits() -> None:
     place = Place(callback_url=CALLBACK)
     callback = Callback(place)
-    receive_job_event(place.context, started())
+    receive(place, started())
     assert kept(place) == [names.event_object(RUN, 1, 5, "started")]
     assert callback.posted == [CALLBACK]
 
@@ -146,7 +151,7 @@ def test_a_job_event_reads_the_callback_after_it_is_kept() -> None:
         return put_new(name, data)
 
     place.store.put_new = put  # type: ignore[assignment,method-assign]
-    receive_job_event(place.context, started())
+    receive(place, started())
     assert callback.posted == [CALLBACK]
 
 
@@ -154,7 +159,7 @@ def test_a_job_event_reads_the_callback_after_it_is_kept() -> None:
 def test_an_event_of_no_running_attempt_has_no_effect(state: RunState, attempt: int) -> None:
     place = Place(state, callback_url=CALLBACK)
     callback = Callback(place)
-    receive_job_event(place.context, started(attempt))
+    receive(place, started(attempt))
     assert (kept(place), callback.posted) == ([], [])
 
 
@@ -163,7 +168,7 @@ def test_a_job_event_that_did_not_reach_its_execution_is_delivered_again(status:
     place = Place(callback_url=CALLBACK)
     Callback(place, status)
     with pytest.raises(RetryLater, match="callback"):
-        receive_job_event(place.context, started())
+        receive(place, started())
     assert len(kept(place)) == 1
 
 

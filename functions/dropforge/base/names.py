@@ -19,6 +19,8 @@ SPECS_PREFIX = "specs/"
 OPEN_PREFIX = "runs/open/"
 # Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
 MACHINES_PREFIX = "machines/"
+# Only functions read and write below this prefix.
+KEYS_PREFIX = "keys/"
 
 
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
@@ -93,6 +95,11 @@ def open_object(run: str) -> str:
 
 def record_object(run: str) -> str:
     return f"runs/{run}/record.json"
+
+
+def key_object(run: str) -> str:
+    """The key of a run (run/proof.py)."""
+    return f"{KEYS_PREFIX}{run}"
 
 
 def run_of_object(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from dropforge.cloud.secrets import read_secret
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
-from .training import Launch
+from .training import Launch, key_variable
 
 KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
@@ -29,7 +29,7 @@ START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was stil
 class Deployment:
     """The endpoint of a run: all inputs for the creation of its resources.
 
-    `trained` is the attempt that succeeded.
+    `trained` is the attempt that succeeded, `run_key` the run's key (run/proof.py).
     """
 
     run: str
@@ -37,6 +37,7 @@ class Deployment:
     settings: Settings
     expires: datetime
     trained: Launch | None = None
+    run_key: str = field(default="", repr=False)
 
 
 class Server(Protocol):
@@ -116,5 +117,6 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
         "DROPFORGE_SAMPLING": serve.sampling,
         **key_reference(deployment),
+        **key_variable(deployment.run_key),
     }
     return [{"name": name, "value": value} for name, value in values.items()]

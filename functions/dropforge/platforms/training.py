@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
@@ -18,6 +18,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
+from dropforge.run.proof import VARIABLE as KEY_VARIABLE
 from dropforge.run.record import Record
 from dropforge.spec import JobSpec
 
@@ -26,7 +27,7 @@ from .prices import HourlyPrice
 
 @dataclass(frozen=True)
 class Launch:
-    """An attempt: all inputs for the creation of its resources."""
+    """An attempt: all inputs for the creation of its resources. `key` is the run's (run/proof.py)."""
 
     run: str
     attempt: int
@@ -35,6 +36,7 @@ class Launch:
     settings: Settings
     deadline: datetime
     timeout_seconds: int
+    key: str = field(default="", repr=False)
 
 
 class Phase(StrEnum):
@@ -91,7 +93,7 @@ class Target(Protocol):
         """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
-def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
+def launch_of(record: Record, spec: JobSpec, settings: Settings, key: str = "") -> Launch:
     """The latest attempt of a record, as its target needs it."""
     attempt = record.attempts[-1]
     return Launch(
@@ -102,6 +104,7 @@ def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
         settings=settings,
         deadline=attempt.deadline,
         timeout_seconds=max(1, int((attempt.deadline - attempt.started).total_seconds())),
+        key=key,
     )
 
 
@@ -115,7 +118,13 @@ def container_variables(launch: Launch) -> dict[str, str]:
         "DROPFORGE_RUNS_BUCKET": settings.runs_bucket,
         "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
         "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
+        **key_variable(launch.key),
     }
+
+
+def key_variable(key: str) -> dict[str, str]:
+    """The variable by which a container of a run proves that it belongs to the run."""
+    return {KEY_VARIABLE: key} if key else {}
 
 
 def run_labels(launch: Launch) -> dict[str, str]:

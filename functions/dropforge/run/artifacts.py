@@ -27,6 +27,8 @@ from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound,
 from dropforge.base.redact import cut
 from dropforge.cloud.objects import read_at_most
 
+from .proof import is_document_proved, with_proof
+
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
@@ -35,12 +37,13 @@ MAX_MANIFEST_BYTES = 16 << 20  # some 50,000 files; a function has 512 MiB of me
 
 _STEP = re.compile(r"step-(\d{8,})/")
 _BLOCK_BYTES = 1 << 20
+_COMMIT_TRIES = 5
 _WORKERS = 8  # Cloud Storage serves a stream at about 100 MB/s; the client keeps ten connections
 _TIMEOUT_SECONDS = 120.0  # to connect, and between two reads; not for a whole transfer
 
 
 class ArtifactFile(BaseModel):
-    """A file below a prefix: its relative path, size and checksums."""
+    """A file below a prefix: its relative path, size, checksums and generation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,6 +51,12 @@ class ArtifactFile(BaseModel):
     size: int
     sha256: str
     crc32c: str
+    # The object's generation, which Cloud Storage gives each write. A crc32c can be forged. None in older manifests.
+    generation: int | None = None
+
+    def has_content_of(self, other: ArtifactFile) -> bool:
+        """Whether both describe the same path and the same content."""
+        return (self.path, self.size, self.sha256) == (other.path, other.size, other.sha256)
 
 
 class Source(BaseModel):
@@ -77,6 +86,7 @@ class Manifest(BaseModel):
     metrics: dict[str, float | None] = {}
     files: list[ArtifactFile]
     versions: dict[str, str] = {}
+    proof: str = ""  # run/proof.py; `write_manifest` adds it
 
 
 class Checkpoint(NamedTuple):
@@ -121,11 +131,17 @@ def tokens_object(run: str, key: str) -> str:
     return f"{checkpoint_prefix(run)}tokens/{key}.safetensors"
 
 
-def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
-    """The manifest of a run; None while it does not exist. Raises Malformed if it is unreadable, or of another run."""
-    uri = manifest_uri(bucket, run)
-    data = read_at_most(client.bucket(bucket).blob(model_prefix(run) + MANIFEST), MAX_MANIFEST_BYTES, _TIMEOUT_SECONDS)
+def read_manifest(client: Any, bucket: str, run: str, key: str = "") -> Manifest | None:
+    """The manifest of a run; None while it does not exist.
+
+    With the run's key, a manifest without its proof counts as none: a container of another run may have written it.
+    Raises Malformed if the manifest is unreadable, or of another run.
+    """
+    uri, name = manifest_uri(bucket, run), model_prefix(run) + MANIFEST
+    data = read_at_most(client.bucket(bucket).blob(name), MAX_MANIFEST_BYTES, _TIMEOUT_SECONDS)
     if data is None:
+        return None
+    if not is_document_proved(key, name, data):
         return None
     try:
         manifest = Manifest.model_validate_json(data)
@@ -136,31 +152,44 @@ def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
     return manifest
 
 
-def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:
-    """Commit a model; return the committed manifest. Writing the same manifest again has no effect.
+def write_manifest(client: Any, bucket: str, manifest: Manifest, key: str = "") -> Manifest:
+    """Commit a model with the proof of its run; return the committed manifest.
 
+    Writing the same manifest again has no effect. A manifest without proof is replaced: it is of no attempt of the run.
     Raises Conflict if another attempt has committed before: its files stay the model.
     """
     from google.api_core.exceptions import PreconditionFailed
 
-    blob = client.bucket(bucket).blob(model_prefix(manifest.run) + MANIFEST)
-    data = manifest.model_dump_json(indent=2).encode() + b"\n"
-    try:
-        blob.upload_from_string(data, "application/json", if_generation_match=0, timeout=_TIMEOUT_SECONDS)
-    except PreconditionFailed:
-        committed = read_manifest(client, bucket, manifest.run)
-        if committed is not None and committed.attempt == manifest.attempt and committed.files == manifest.files:
+    name = model_prefix(manifest.run) + MANIFEST
+    data = with_proof(key, name, json.loads(manifest.model_dump_json(exclude={"proof"})))
+    generation = 0
+    for _ in range(_COMMIT_TRIES):
+        blob = client.bucket(bucket).blob(name)
+        try:
+            blob.upload_from_string(data, "application/json", if_generation_match=generation, timeout=_TIMEOUT_SECONDS)
+            return Manifest.model_validate_json(data)
+        except PreconditionFailed:
+            present = client.bucket(bucket).get_blob(name, timeout=_TIMEOUT_SECONDS)
+            generation = int(present.generation) if present else 0
+            committed = read_manifest(client, bucket, manifest.run, key)
+            if committed is None:
+                continue
+        if committed.attempt == manifest.attempt and committed.files == manifest.files:
             return committed  # this attempt's write, whose reply was lost
-        by = f"attempt {committed.attempt}" if committed else "another writer"
-        raise Conflict(f"{manifest_uri(bucket, manifest.run)} was committed by {by}") from None
-    return manifest
+        raise Conflict(f"{manifest_uri(bucket, manifest.run)} was committed by attempt {committed.attempt}")
+    raise Conflict(f"{manifest_uri(bucket, manifest.run)} was replaced by another writer {_COMMIT_TRIES} times")
 
 
 def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
-    """Problems of the committed files, from a single listing: missing files, wrong sizes, wrong checksums."""
+    """Problems of the committed files, from a single listing: missing, changed and added files.
+
+    A file that was written again since the commit, such as a restored file, is read and compared by its SHA-256.
+    """
     prefix = model_prefix(manifest.run)
     blobs = {blob.name.removeprefix(prefix): blob for blob in client.list_blobs(bucket, prefix=prefix)}
-    problems = []
+    listed = {file.path for file in manifest.files}
+    added = sorted(path for path in blobs if path.startswith(f"{manifest.serve_path}/") and path not in listed)
+    problems = [f"{path} is not in the manifest" for path in added]
     for file in manifest.files:
         blob = blobs.get(file.path)
         if blob is None:
@@ -169,59 +198,79 @@ def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
             problems.append(
                 f"{file.path} is {blob.size} bytes, crc32c {blob.crc32c}; expected {file.size} bytes, {file.crc32c}"
             )
+        elif file.generation not in (None, blob.generation) and _sha256_of(blob) != file.sha256:
+            problems.append(f"{file.path} was replaced after the commit: its SHA-256 is not {file.sha256[:12]}…")
     return problems
 
 
 def read_artifact(client: Any, bucket: str, manifest: Manifest, name: str) -> bytes:
-    """A small file of the model, such as samples.json, by its path below the attempt. Raises NotFound."""
+    """A small file of the model, such as samples.json, by its path below the attempt.
+
+    Raises NotFound, and Malformed if the object is not the file that the manifest lists.
+    """
     path = f"{attempt_directory(manifest.attempt)}/{name}"
-    if all(file.path != path for file in manifest.files):
+    file = next((file for file in manifest.files if file.path == path), None)
+    if file is None:
         listing = ", ".join(file.path for file in manifest.files)
         raise NotFound(f"{model_uri(bucket, manifest.run)} has no {path!r}; it has {listing}")
-    blob = client.bucket(bucket).blob(model_prefix(manifest.run) + path)
-    return bytes(blob.download_as_bytes(timeout=_TIMEOUT_SECONDS))
+    data = read_at_most(
+        client.bucket(bucket).blob(model_prefix(manifest.run) + path), max(file.size, 1), _TIMEOUT_SECONDS
+    )
+    if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
+        where = f"{model_uri(bucket, manifest.run)}/{path}"
+        raise Malformed(f"{where} differs from its manifest: its SHA-256 is not {file.sha256[:12]}…")
+    return data
 
 
-def checkpoints(client: Any, bucket: str, run: str) -> list[Checkpoint]:
-    """The complete checkpoints of a run, newest first; a checkpoint with an unreadable marker is incomplete."""
+def checkpoints(client: Any, bucket: str, run: str, key: str = "") -> list[Checkpoint]:
+    """The complete checkpoints of a run, newest first.
+
+    A checkpoint is incomplete if its marker is unreadable or, with the run's key, if the marker has no proof.
+    """
     prefix = checkpoint_prefix(run)
     markers = []
     for blob in client.list_blobs(bucket, prefix=prefix):
         match = _STEP.match(blob.name.removeprefix(prefix))
         if match and blob.name.endswith(f"/{COMPLETE}"):
             markers.append((int(match[1]), blob))
-    read = (_read_marker(bucket, step, blob) for step, blob in sorted(markers, key=lambda item: -item[0]))
+    read = (_read_marker(bucket, step, blob, key) for step, blob in sorted(markers, key=lambda item: -item[0]))
     return [checkpoint for checkpoint in read if checkpoint is not None]
 
 
-def newest_complete_checkpoint(client: Any, bucket: str, run: str) -> Checkpoint | None:
+def newest_complete_checkpoint(client: Any, bucket: str, run: str, key: str = "") -> Checkpoint | None:
     """The checkpoint that the next attempt resumes from; None if there is no complete checkpoint."""
-    return next(iter(checkpoints(client, bucket, run)), None)
+    return next(iter(checkpoints(client, bucket, run, key)), None)
 
 
 def upload_checkpoint(
-    client: Any, bucket: str, run: str, step: int, directory: Path, extra: dict[str, JsonValue]
+    client: Any, bucket: str, run: str, step: int, directory: Path, extra: dict[str, JsonValue], key: str = ""
 ) -> Checkpoint:
     """Upload a checkpoint, its marker last."""
     files = upload_directory(client, directory, f"gs://{bucket}/{checkpoint_prefix(run, step)}")
-    return complete_checkpoint(client, bucket, run, step, files, extra)
+    return complete_checkpoint(client, bucket, run, step, files, extra, key)
 
 
 def complete_checkpoint(
-    client: Any, bucket: str, run: str, step: int, files: list[ArtifactFile], extra: dict[str, JsonValue]
+    client: Any,
+    bucket: str,
+    run: str,
+    step: int,
+    files: list[ArtifactFile],
+    extra: dict[str, JsonValue],
+    key: str = "",
 ) -> Checkpoint:
     """Write the marker of a checkpoint whose files, perhaps of several machines, have all been uploaded."""
     prefix = checkpoint_prefix(run, step)
     marker = {"step": step, "files": [file.model_dump() for file in files], "extra": extra}
     blob = client.bucket(bucket).blob(prefix + COMPLETE)
-    blob.upload_from_string(json.dumps(marker), "application/json", timeout=_TIMEOUT_SECONDS)
+    blob.upload_from_string(with_proof(key, prefix + COMPLETE, marker), "application/json", timeout=_TIMEOUT_SECONDS)
     return Checkpoint(step, f"gs://{bucket}/{prefix}", files, extra)
 
 
-def prune_checkpoints(client: Any, bucket: str, run: str, keep: int) -> None:
+def prune_checkpoints(client: Any, bucket: str, run: str, keep: int, key: str = "") -> None:
     """Keep the newest `keep` complete checkpoints; delete all older checkpoints, the markers first."""
     prefix = checkpoint_prefix(run)
-    kept = [checkpoint.step for checkpoint in checkpoints(client, bucket, run)[:keep]]
+    kept = [checkpoint.step for checkpoint in checkpoints(client, bucket, run, key)[:keep]]
     if len(kept) < keep:
         return
     stale = [
@@ -259,6 +308,26 @@ def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile
     if not blobs:
         raise NotFound(f"there are no objects below gs://{bucket}/{prefix}")
     return sorted(_at_once(lambda blob: _download(blob, prefix, directory), blobs), key=lambda file: file.path)
+
+
+def download_files(client: Any, uri: str, directory: Path, files: Iterable[ArtifactFile]) -> None:
+    """Download these files below `uri`, and no other objects, several at once.
+
+    Raises NotFound for a file that is missing, or differs from what was committed.
+    """
+    from google.api_core.exceptions import NotFound as Missing
+
+    bucket, prefix = parse_gs_uri(uri)
+    prefix = f"{prefix.rstrip('/')}/"
+    committed = {file.path: file for file in files}
+    blobs = [client.bucket(bucket).blob(prefix + path) for path in committed]
+    try:
+        downloaded = _at_once(lambda blob: _download(blob, prefix, directory), blobs)
+    except Missing as error:
+        raise NotFound(f"a file below gs://{bucket}/{prefix} is missing: {error.message}") from None
+    for file in downloaded:
+        if not file.has_content_of(committed[file.path]):
+            raise NotFound(f"gs://{bucket}/{prefix}{file.path} is not the file that was committed")
 
 
 def prefix_revision(client: Any, uri: str) -> str:
@@ -305,7 +374,15 @@ def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) 
             f"gs://{bucket}/{blob.name} arrived with crc32c {blob.crc32c!r}; expected {file.crc32c!r}: "
             "another writer, or the file changed while it was uploaded"
         )
-    return file
+    return file.model_copy(update={"generation": int(blob.generation)})
+
+
+def _sha256_of(blob: Any) -> str:
+    digest = hashlib.sha256()
+    with blob.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:
@@ -318,11 +395,14 @@ def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:
     return describe_file(path, name)
 
 
-def _read_marker(bucket: str, step: int, blob: Any) -> Checkpoint | None:
+def _read_marker(bucket: str, step: int, blob: Any, key: str) -> Checkpoint | None:
     from google.api_core.exceptions import NotFound as Missing
 
     try:
-        marker = json.loads(blob.download_as_bytes(timeout=_TIMEOUT_SECONDS))
+        data = blob.download_as_bytes(timeout=_TIMEOUT_SECONDS)
+        if not is_document_proved(key, blob.name, data):
+            return None
+        marker = json.loads(data)
         files = [ArtifactFile.model_validate(file) for file in marker["files"]]
     except (Missing, ValueError, KeyError, TypeError):  # pruned since it was listed; ValidationError is a ValueError
         return None

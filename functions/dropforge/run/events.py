@@ -18,6 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Ty
 from dropforge.base.errors import ErrorClass
 from dropforge.base.redact import cut, redact
 
+from .proof import EVENT_NAME, PROOF, proof
+
 MAX_MESSAGE_BYTES = 10**7  # of Pub/Sub: https://cloud.google.com/pubsub/quotas#resource_limits
 MAX_JOB_EVENT_BYTES = 64 * 1024
 MAX_TEXT, MAX_HINT = 4000, 1000  # characters of a failure's message and hint
@@ -114,12 +116,13 @@ class RunEvent(Event):
     details: dict[str, JsonValue] = {}
 
 
-def job_event_message(event: JobEvent) -> tuple[bytes, dict[str, str]]:
-    """Data and attributes of the Pub/Sub message for a job event."""
+def job_event_message(event: JobEvent, key: str = "") -> tuple[bytes, dict[str, str]]:
+    """Data and attributes of the Pub/Sub message for a job event, with the proof of its run."""
     attributes = _attributes(
         f"{event.run}/{event.attempt}/{event.sequence}", f"{JOB_EVENT_TYPE}.{event.type}", event.run, event.time
     )
-    return event.model_dump_json().encode(), attributes
+    data = event.model_dump_json().encode()
+    return data, attributes | ({PROOF: proof(key, EVENT_NAME, data)} if key else {})
 
 
 def run_event_message(event: RunEvent) -> tuple[bytes, dict[str, str]]:

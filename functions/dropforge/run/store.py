@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from random import Random
+from random import Random, SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
+from .proof import new_key
 from .record import Ledger, Record, ResourceState
 
 M = TypeVar("M", bound=Record | Ledger)
@@ -60,15 +61,20 @@ class RunStore:
     def __init__(self, client: Any, bucket: str, clock: Clock | None = None, chance: Random | None = None) -> None:
         self.bucket = client.bucket(bucket)
         self._clock = clock or Clock()
-        self._chance = chance or Random()
+        self._chance = chance or SystemRandom()
         self._spec = lru_cache(KNOWN)(self._read_spec)
+        self._key = lru_cache(KNOWN)(self._read_key)
         self._known: OrderedDict[str, Known] = (
             OrderedDict()
         )  # the newest is last; the methods of OrderedDict are atomic
 
     def create(self, record: Record) -> bool:
-        """Write the record of a new run, and first the open mark unless it has ended; False if the run has a record."""
+        """Write the record of a new run; False if the run has a record.
+
+        A run that has not ended gets its key and its open mark first.
+        """
         if not record.state.is_terminal:
+            self.put_new(names.key_object(record.run), new_key(self._chance).encode(), "text/plain")
             self.mark_open(record)
         return self._put(names.record_object(record.run), record, 0)
 
@@ -101,6 +107,10 @@ class RunStore:
     def spec(self, run: str) -> JobSpec:
         """The accepted spec of a run, which never changes. Raises NotFound and Malformed."""
         return self._spec(run)
+
+    def key(self, run: str) -> str:
+        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before there were keys."""
+        return self._key(run)
 
     def ledger(self, run: str) -> Ledger:
         """The present ledger of a run; empty if it has no ledger. Raises Malformed."""
@@ -321,6 +331,12 @@ class RunStore:
         except PreconditionFailed:
             return None
         return int(blob.generation)
+
+    def _read_key(self, run: str) -> str:
+        try:
+            return self.read(names.key_object(run)).data.decode("ascii")
+        except NotFound:
+            return ""
 
     def _read_spec(self, run: str) -> JobSpec:
         name = names.spec_object(run)

@@ -55,7 +55,7 @@ def compare(
         refused = CloudError(ErrorClass.PARITY, known.reason, HINT) if known.state == "failed" else None
         return known, refused
     storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
-    manifest = read_manifest(storage, bucket, run)
+    manifest = read_manifest(storage, bucket, run, context.store.key(run))
     seal = read_seal(storage, bucket, manifest) if manifest else None
     if seal is None:
         return Parity(state="unsealed", reason=UNSEALED), None

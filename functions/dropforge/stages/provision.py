@@ -148,7 +148,7 @@ def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> R
         return _running(latest)  # the attempt has succeeded; `inspect` reports the success again
     announce(context, record, RunState.PROVISIONING)
     try:
-        return _launch(context, record, launch_of(record, spec, context.settings))
+        return _launch(context, record, launch_of(record, spec, context.settings, context.store.key(record.run)))
     except CloudError as error:
         return _refused(context, record, spec, error)
 

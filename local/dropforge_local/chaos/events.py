@@ -10,6 +10,8 @@ from typing import Any
 
 from cloudevents.http import CloudEvent
 
+from dropforge.run.proof import EVENT_NAME, PROOF, proof
+
 from .functions import Functions, event_of, topic_source
 from .world import World
 
@@ -42,16 +44,16 @@ class Events:
             self.world.fact("published", topic=name, id=attributes.get("ce-id", ""), event=json.loads(data))
         return message
 
-    def job_event(self, event: dict[str, Any]) -> None:
-        """A training container publishes an event. A forged or malformed event may come with it."""
+    def job_event(self, event: dict[str, Any], key: str) -> None:
+        """A container with its run's key publishes an event. A forged or malformed event may come with it."""
         about = {"run": event["run"], "attempt": event["attempt"], "type": event["type"]}
-        self._to_subscriber("job-events", event, about, may_drop=True)
+        self._to_subscriber("job-events", event, about, key, may_drop=True)
         if self.world.happens(self.world.faults.forged):
-            self._to_subscriber("job-events", self._forged(event), {"forged": True})
+            self._to_subscriber("job-events", self._forged(event), {"forged": True}, key)
 
-    def forge(self, event: dict[str, Any]) -> None:
-        """A hostile training container publishes an event."""
-        self._to_subscriber("job-events", event, {"forged": True})
+    def forge(self, event: dict[str, Any], key: str) -> None:
+        """A hostile training container publishes an event, with its own run's key."""
+        self._to_subscriber("job-events", event, {"forged": True}, key)
 
     def _forged(self, event: dict[str, Any]) -> dict[str, Any]:
         """A forged end: of another run, of another attempt, or with another shape."""
@@ -64,9 +66,12 @@ class Events:
         )
         return ended | self.world.random.choice(changes)
 
-    def _to_subscriber(self, topic: str, value: dict[str, Any], about: dict[str, Any], may_drop: bool = False) -> None:
-        data = base64.b64encode(json.dumps(value).encode()).decode()
-        message = {"message": {"data": data, "attributes": {}, "messageId": f"m{self.world.id():05d}"}}
+    def _to_subscriber(
+        self, topic: str, value: dict[str, Any], about: dict[str, Any], key: str = "", may_drop: bool = False
+    ) -> None:
+        content = json.dumps(value).encode()
+        data, attributes = base64.b64encode(content).decode(), {PROOF: proof(key, EVENT_NAME, content)} if key else {}
+        message = {"message": {"data": data, "attributes": attributes, "messageId": f"m{self.world.id():05d}"}}
         self.send(self.subscribers[topic], event_of(topic_source(topic), message), about, may_drop=may_drop)
 
     def send(self, entry_point: str, event: CloudEvent, about: dict[str, Any], *, may_drop: bool = False) -> None:

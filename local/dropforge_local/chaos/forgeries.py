@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 NOBODY = "unknown-fedcba987654"  # a run that no user has submitted
 FIRST_SEQUENCE = 10**14  # of forged job events, far above those of honest ones
+BASE = {"uri": "forged", "revision": "0"}  # the base model of forged manifests
 
 _EVENT = re.compile(r"runs/[^/]+/events/\d+-(\d+)-[^/]+")
+
+
+def is_forged(manifest: dict[str, Any]) -> bool:
+    """Whether a hostile trainer wrote a manifest."""
+    return manifest.get("base") == BASE
 
 
 def is_kept(name: str) -> bool:

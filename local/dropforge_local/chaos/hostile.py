@@ -1,7 +1,7 @@
 """A hostile training container: it forges objects and job events about other runs, with all that its account may do.
 
-What the trainer's account can do to another run is not here, because nothing prevents it (docs/security.md, Not
-defended): replace its manifest, checkpoints, and the status of its TPU VM, and publish job events about its attempt.
+It proves what it forges with the key of its own run. It does not destroy what another run has written, because nothing
+prevents that (docs/security.md, Not defended).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dropforge.run.events import MAX_JOB_EVENT_BYTES
+from dropforge.run.proof import with_proof
 
 from .events import Events
-from .forgeries import FIRST_SEQUENCE, NOBODY
+from .forgeries import BASE, FIRST_SEQUENCE, NOBODY
+from .manifests import manifest
 from .storage import Storage
 from .world import World
 
@@ -32,13 +34,16 @@ def is_due(world: World) -> bool:
 class Hostile:
     """The acts of one attempt, drawn from a source of its own: other seeds keep their histories."""
 
-    def __init__(self, world: World, storage: Storage, events: Events, bucket: str, run: str, attempt: int) -> None:
+    def __init__(
+        self, world: World, storage: Storage, events: Events, bucket: str, run: str, attempt: int, key: str
+    ) -> None:
         self._world = world
         self._storage = storage
         self._events = events
         self._bucket = bucket
         self._run = run
         self._attempt = attempt
+        self._key = key
         self._draw = random.Random(f"hostile {world.history.seed} {run} {attempt}")
 
     def begin(self, others: Callable[[], list[str]], is_over: Callable[[], bool]) -> None:
@@ -59,6 +64,9 @@ class Hostile:
         ledger = {"run": victim, "entries": [{**entry, "intended": "2026-01-01T00:00:00Z"}]}
         record = {"run": victim, "name": "x", "source": "x", "state": "CANCELLED", "history": [], "attempts": []}
         status = {"run": victim, "attempt": 1, "error_class": "code", "message": "forged", "exit_code": 1}
+        present = self._present_attempt(victim)
+        forged_status = {**status, "attempt": present, "time": "2026-01-01T00:00:00Z"}
+        forged_model = {**manifest(victim, present, self._world.now, 1.0), "base": BASE}
         name, content = self._draw.choice(
             (
                 (f"machines/{victim}/record.json", record),
@@ -66,14 +74,25 @@ class Hostile:
                 (f"machines/runs/{victim}/record.json", record),
                 (f"machines/open/{victim}", {}),
                 (f"machines/{NOBODY}/attempt-1/status.json", status),
+                (f"machines/{victim}/attempt-{present}/status.json", forged_status),
+                (f"models/{victim}/MANIFEST.json", forged_model),
                 (f"machines/{self._run}/attempt-{self._attempt + 1}/status.json", status),
                 (f"models/{NOBODY}/MANIFEST.json", {**record, "attempt": 1}),
                 (f"models/{victim}/attempt-99/model/config.json", {}),
                 (f"checkpoints/{NOBODY}/step-00000001/COMMITTED", {}),
             )
         )
+        of_victim = (f"machines/{victim}/attempt-", f"models/{victim}/MANIFEST")
+        if name.startswith(of_victim) and self._storage.find(self._bucket, name) is not None:
+            return  # to replace what the victim wrote is to destroy it
         self._world.fact("hostile", run=self._run, victim=victim, name=name)
-        self._storage.put(self._bucket, name, json.dumps(content).encode())
+        self._storage.put(self._bucket, name, with_proof(self._key, name, content))
+
+    def _present_attempt(self, victim: str) -> int:
+        """The number of the victim's attempt that runs now: the trainer's account may read records."""
+        record = self._storage.find(self._bucket, f"runs/{victim}/record.json")
+        attempts = json.loads(record.data)["attempts"] if record else []
+        return int(attempts[-1]["number"]) if attempts else 1
 
     def _forge_event(self, victim: str) -> None:
         """Publish a job event that no function may keep."""
@@ -81,11 +100,17 @@ class Hostile:
         event = {"run": victim, "attempt": 1, "sequence": sequence, "time": "2026-01-01T00:00:00Z", "type": "progress"}
         event |= {"step": 1, "total_steps": 2}
         failed = {"type": "failed", "error_class": "code", "message": "forged"}
-        manifest = f"gs://{self._bucket}/models/{victim}/MANIFEST.json"
+        present = {"attempt": self._present_attempt(victim)}
+        uri = f"gs://{self._bucket}/models/{victim}/MANIFEST.json"
         forged: dict[str, Any] = event | self._draw.choice(
             (
                 {"attempt": 900, **failed},
-                {"attempt": 900, "type": "succeeded", "manifest_uri": manifest},
+                {"attempt": 900, "type": "succeeded", "manifest_uri": uri},
+                {**present, "type": "started", "resumed_step": 0},
+                {**present, "type": "succeeded", "manifest_uri": uri},
+                {**present, "type": "preempted", "step": 1},
+                {**present, **failed},
+                {**present, "step": 9},
                 {"attempt": 0, **failed},
                 {"run": NOBODY, **failed},
                 {"run": f"../{victim}", **failed},
@@ -99,4 +124,4 @@ class Hostile:
             )
         )
         self._world.fact("hostile", run=self._run, victim=victim, sequence=sequence)
-        self._events.forge(forged)
+        self._events.forge(forged, self._key)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from .forgeries import is_forged
 from .history import History
 
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
@@ -296,7 +297,7 @@ class _Reader:
         parts = here.value["name"].split("/")
         if parts[0] == "runs" and len(parts) > 2:
             self.lives[parts[1]].touched.append(here)
-        if parts[0] == "models" and parts[2:] == ["MANIFEST.json"]:
+        if parts[0] == "models" and parts[2:] == ["MANIFEST.json"] and not is_forged(here.value["content"]):
             self.lives[parts[1]].manifests.append(At(here.index, here.time, here.value["content"]))
         elif len(parts) == 3 and parts[0] == "runs":
             content = At(here.index, here.time, here.value["content"])

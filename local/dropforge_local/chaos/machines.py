@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from dropforge.run.proof import with_proof
+
 from .events import Events
 from .storage import Storage
 from .trainer import Container
@@ -67,12 +69,14 @@ class Machine:
             "message": "" if known else f"the container was killed (exit code {code})",
         }
         name = f"machines/{self._run}/attempt-{self._attempt}/status.json"
-        self.storage.put(self.metadata["dropforge-runs-bucket"], name, json.dumps(status).encode())
+        data = with_proof(self.metadata["dropforge-run-key"], name, status)
+        self.storage.put(self.metadata["dropforge-runs-bucket"], name, data)
 
     def _tell(self, error_class: str, message: str) -> None:
         sequence = int(self.world.now * 1000)
         event = {"run": self._run, "attempt": self._attempt, "sequence": sequence, "time": self._now()}
-        self.events.job_event({**event, "type": "failed", "error_class": error_class, "message": message})
+        told = {**event, "type": "failed", "error_class": error_class, "message": message}
+        self.events.job_event(told, self.metadata["dropforge-run-key"])
 
     def _wait_for_word(self) -> None:
         """Wait until the run's record says whether this machine serves."""

@@ -26,6 +26,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.run.places import Entry, Places
+from dropforge.run.proof import with_proof
 from dropforge.spec import JobSpec
 from dropforge.stages.places import OBJECT as OBJECT_OF_PLACES
 from workflows_engine import Wait, decode_value, encode_value, timer_result
@@ -33,10 +34,10 @@ from workflows_engine import Wait, decode_value, encode_value, timer_result
 from .cloud import OPERATIONS, RUNS, SPECS, deployment
 from .faults import Strike
 from .functions import call_stage, entry_points, event_of, topic_source
+from .manifests import manifest
 from .scheduler import START, Killed
 from .seam import context_of
 from .storage import Storage, StoredObject
-from .trainer import manifest
 from .workflows import Execution, Reply, Workflows
 from .world import World
 
@@ -200,7 +201,9 @@ class Stage(World):
         text, values = json.loads(snapshot)
         restored = (text, {int(key): value for key, value in values.items()})
         machine: Any = None
-        execution = Execution(id_, RUN, {names.RUN_LABEL: RUN}, START, machine, restored, state)
+        created = self.state.record.get("created")  # no execution is older than its run
+        began = datetime.fromisoformat(created).timestamp() if created else START
+        execution = Execution(id_, RUN, {names.RUN_LABEL: RUN}, began, machine, restored, state)
         if wait:
             restored_wait = self.waits[wait]
             execution.waits[restored_wait.thread] = restored_wait
@@ -472,7 +475,8 @@ def _train(name: str) -> Callable[[Stage], None]:
     def end(stage: Stage) -> None:
         path = f"models/{RUN}/MANIFEST.json"
         attempt = int(name.rsplit("-a", 1)[1])
-        data = manifest(RUN, attempt, START, 0.9)
+        key = stage.storage.objects[RUNS][names.key_object(RUN)].data.decode()
+        data = with_proof(key, path, manifest(RUN, attempt, START, 0.9))
         stage.storage.objects[RUNS].setdefault(path, StoredObject(data, 1, START))
         stage.cloud[name] = "succeeded"
 

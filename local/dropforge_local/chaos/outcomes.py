@@ -23,7 +23,7 @@ DELETION_SECONDS = 1800.0  # of a cluster
 
 
 def success_has_a_model(life: Life) -> Iterator[tuple[float, str]]:
-    """A run deploys and succeeds only after its manifest was committed, with metrics that pass the gate."""
+    """A run deploys and succeeds only after its own trainer committed a manifest, whose metrics pass the gate."""
     trained = _first(life, "DEPLOYING") or _first(life, "SUCCEEDED")
     if trained is None:
         return
@@ -31,6 +31,8 @@ def success_has_a_model(life: Life) -> Iterator[tuple[float, str]]:
     if not any(manifest.value.get("run") == life.run for manifest in committed):
         yield trained.time, f"the run is {trained.value['state']}, but no manifest was committed"
         return
+    if trained.value["metrics"] != committed[0].value["metrics"]:
+        yield trained.time, f"the run has the metrics {trained.value['metrics']}, which are not its manifest's"
     gate = (life.spec.get("evaluation") or {}).get("gate")
     value = committed[0].value["metrics"].get(gate["metric"]) if gate else None
     if gate and (value is None or value < gate["min"]):

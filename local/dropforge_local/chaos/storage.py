@@ -97,6 +97,9 @@ class Storage:
             raise NotFound(f"No such object: {bucket}/{name}")
         return stored
 
+    def find(self, bucket: str, name: str) -> StoredObject | None:
+        return self._bucket(bucket).get(name)
+
     def remove(self, bucket: str, name: str) -> None:
         stored = self.get(bucket, name)
         del self.objects[bucket][name]

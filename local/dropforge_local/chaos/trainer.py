@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from google.api_core.exceptions import PreconditionFailed
 
+from dropforge.run.proof import VARIABLE, is_document_proved, with_proof
+
 from . import hostile
 from .events import Events
+from .manifests import iso, manifest
 from .storage import Storage
 from .world import World
 
@@ -62,7 +63,9 @@ class Trainer:
         attempt = _Attempt(self, container)
         attempt.begin()
         if self.is_hostile(attempt.run):
-            acts = hostile.Hostile(self.world, self.storage, self.events, self.bucket, attempt.run, attempt.number)
+            acts = hostile.Hostile(
+                self.world, self.storage, self.events, self.bucket, attempt.run, attempt.number, attempt.key
+            )
             acts.begin(lambda: sorted(set(self.work) - {attempt.run}), container.is_over)
 
 
@@ -73,6 +76,7 @@ class _Attempt:
         self.world = trainer.world
         self.container = container
         self.run, self.number = environment["DROPFORGE_RUN"], int(environment["DROPFORGE_ATTEMPT"])
+        self.key = environment[VARIABLE]
         self.deadline = float(environment["DROPFORGE_DEADLINE"])
         self.work = trainer.work.setdefault(self.run, Work(total=120.0, metric=0.9))
         self.began = self.world.now
@@ -154,9 +158,12 @@ class _Attempt:
 
     def _commit(self) -> None:
         """Write the manifest last and once; another attempt's manifest stays."""
-        data = manifest(self.run, self.number, self.world.now, self.work.metric)
+        name, storage = f"models/{self.run}/MANIFEST.json", self.trainer.storage
+        data = with_proof(self.key, name, manifest(self.run, self.number, self.world.now, self.work.metric))
+        present = storage.find(self.trainer.bucket, name)
+        is_forged = present is not None and not is_document_proved(self.key, name, present.data)
         try:
-            self.trainer.storage.put(self.trainer.bucket, f"models/{self.run}/MANIFEST.json", data, 0)
+            storage.put(self.trainer.bucket, name, data, present.generation if present and is_forged else 0)
         except PreconditionFailed:
             self._tell("failed", error_class="code", message="another attempt has committed")
             return self._end(CODE_ERROR)
@@ -175,31 +182,10 @@ class _Attempt:
             "run": self.run,
             "attempt": self.number,
             "sequence": self.sequence,
-            "time": _iso(self.world.now),
+            "time": iso(self.world.now),
             "type": kind,
             **details,
         }
         about = {key: event[key] for key in ("run", "attempt", "sequence", "type")}
         self.world.fact("told", **about, step=details.get("step"))
-        self.trainer.events.job_event(event)
-
-
-def manifest(run: str, attempt: int, now: float, metric: float) -> bytes:
-    """The commit marker that an attempt writes last."""
-    content = {
-        "version": 1,
-        "run": run,
-        "attempt": attempt,
-        "created": _iso(now),
-        "spec_sha256": "0" * 64,
-        "base": {"uri": "acme/tiny", "revision": "0"},
-        "dataset": {"uri": "acme/rows", "revision": "0"},
-        "serve_path": f"attempt-{attempt}/model",
-        "metrics": {"exact_match": metric},
-        "files": [],
-    }
-    return json.dumps(content).encode()
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+        self.trainer.events.job_event(event, self.key)

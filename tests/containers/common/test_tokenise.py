@@ -91,6 +91,17 @@ def test_a_later_attempt_reads_the_token_ids_and_does_not_make_them(tokeniser: T
     assert list(cache.directory.iterdir()) == []
 
 
+@pytest.mark.parametrize("key", ["", "o" * 64], ids=["no proof", "another run's proof"])
+def test_token_ids_of_another_run_are_not_read(tokeniser: Tokeniser, cache: TokenCache, key: str) -> None:
+    forger, owner = replace(cache, run_key=key), replace(cache, run_key="k" * 64)
+    forged = replace(tokeniser, cache=forger).encode(ROWS, 128, "x")
+    name = tokeniser.key(ROWS, 128)
+    assert forger.read(name) == forged
+    assert owner.read(name) is None
+    replace(tokeniser, cache=owner).encode(ROWS, 128, "x")
+    assert owner.read(name) == forged  # the same rows, made and saved again
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -36,6 +36,8 @@ from dropforge.run.seal import read_seal
 from dropforge_local import tiny
 from dropforge_local.containers.images import ImageStore
 
+from ..conftest import RUN_KEY
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,6 +104,7 @@ class Driver:
             "DROPFORGE_ATTEMPT": str(attempt),
             "DROPFORGE_RUNS_BUCKET": RUNS,
             "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
+            "DROPFORGE_RUN_KEY": RUN_KEY,
             **environment,
         }
         if "DROPFORGE_WORK_DIRECTORY" in values:
@@ -262,15 +265,15 @@ def chain(
     os.kill(first.process.pid, signal.SIGSTOP)  # it uploads no more; the trainer continues
     expected = wait_for_result(first_disk / run, "train", first)
     first.kill()
-    saved_after_kill = checkpoints(cloud.client, RUNS, run)[0].step
+    saved_after_kill = checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].step
     second = start(second_disk, run, 2)
     wait_for_step(second_disk / run / "progress.jsonl", saved_after_kill + 1, second)
     second.process.send_signal(signal.SIGTERM)
     second.wait()
-    preempted_step = checkpoints(cloud.client, RUNS, run)[0].step
+    preempted_step = checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].step
     third = start(second_disk, run, 3)
     third.wait()
-    manifest = read_manifest(cloud.client, RUNS, run)
+    manifest = read_manifest(cloud.client, RUNS, run, RUN_KEY)
     assert manifest is not None, third.output
     return Chain(
         run,
@@ -417,7 +420,7 @@ def test_pretraining_on_synthetic_data_exports_the_model_that_it_trained(
     attempt = image_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(tmp_path))
     assert attempt.wait() == 0, attempt.output
     assert not (tmp_path / attempt.run / "stages" / "import.json").exists()  # it starts from random weights
-    manifest = read_manifest(cloud.client, RUNS, attempt.run)
+    manifest = read_manifest(cloud.client, RUNS, attempt.run, RUN_KEY)
     assert manifest is not None
     assert manifest.dataset.uri == "synthetic"
     metrics: dict[str, Any] = manifest.metrics
@@ -439,7 +442,7 @@ def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     )
     attempt = image_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(disk))
     assert attempt.wait() == 0, attempt.output
-    manifest = read_manifest(cloud.client, RUNS, attempt.run)
+    manifest = read_manifest(cloud.client, RUNS, attempt.run, RUN_KEY)
     assert manifest is not None
     metrics = manifest.metrics
     work = disk / attempt.run

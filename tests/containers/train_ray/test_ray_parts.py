@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_the_newest_two_are_kept_and_what_is_being_written(cloud: Any, shared: S
     shared.prune(8)
     shared.prune(4)
     assert shared.newest() == 8
+
+
+def test_only_a_checkpoint_with_the_proof_of_its_run_is_resumed(cloud: Any, shared: SharedCheckpoints) -> None:
+    own, other = replace(shared, key="k" * 64), replace(shared, key="o" * 64)
+    for step in (4, 8, 12, 16):
+        put_step(cloud, shared, step)
+    for step in (4, 8):
+        own.write_notes(step, {"tokens": step})
+    other.write_notes(12, {"tokens": 12})
+    assert (own.settle(), own.read_notes(8)) == (8, {"tokens": 8})
+    assert (own.newest(), own.newest(limit=7)) == (8, 4)  # MaxText resumes the newest checkpoint that it sees
+    cloud.put(RUNS, f"{shared.root.removeprefix(f'gs://{RUNS}/')}/run/checkpoints/8/optimizer_state/d/0", b"forged")
+    assert own.settle() == 4
+    assert shared.settle() == 4  # a run without a key believes every complete checkpoint
 
 
 def test_imported_weights_are_copied_with_their_paths(cloud: Any, shared: SharedCheckpoints, tmp_path: Path) -> None:

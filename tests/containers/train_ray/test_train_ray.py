@@ -27,6 +27,7 @@ from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge_local import shims
 from dropforge_local.containers.images import ImageStore, Process
 
+from ..conftest import RUN_KEY
 from ..train_maxtext.test_maxtext import (
     QUICK_XLA,
     ROOT,
@@ -224,7 +225,7 @@ def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one
     assert len(kept) == 2  # Tunix would keep all of them
 
     assert not (elsewhere / first.run / "stages" / "import.json").exists()  # a checkpoint has all weights
-    manifest = read_manifest(driver.cloud.client, RUNS, first.run)
+    manifest = read_manifest(driver.cloud.client, RUNS, first.run, RUN_KEY)
     assert manifest is not None
     verify_manifest(driver.cloud.client, RUNS, manifest)
     metrics = manifest.metrics

@@ -20,6 +20,8 @@ from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
 from dropforge.spec import parse_spec
 
+from ..conftest import RUN_KEY
+
 # A test waits for several attempts: its own, and attempts that tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -63,7 +65,7 @@ def test_one_rank_reports(two_ranks: Any, events: Any) -> None:
 
 def test_checkpoints_have_the_shards_of_both_ranks(two_ranks: Any, cloud: Any) -> None:
     attempt, _ = two_ranks
-    saved = checkpoints(cloud.client, RUNS, attempt.run)
+    saved = checkpoints(cloud.client, RUNS, attempt.run, RUN_KEY)
     assert [checkpoint.step for checkpoint in saved] == [60, 40]
     paths = {file.path for file in saved[1].files}
     for rank in (0, 1):
@@ -149,7 +151,7 @@ def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, e
 def test_two_machines_make_one_model(two_machines: str, trainer: Any, cloud: Any, events: Any) -> None:
     kinds = [event.type for event in events(two_machines)]
     assert (kinds.count("started"), kinds.count("succeeded")) == (1, 1)
-    (checkpoint,) = checkpoints(cloud.client, RUNS, two_machines)
+    (checkpoint,) = checkpoints(cloud.client, RUNS, two_machines, RUN_KEY)
     assert {"optimizer_0/__1_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp", "rng_state_1.pth"} <= {
         file.path for file in checkpoint.files
     }
@@ -169,7 +171,7 @@ def test_shards_of_a_whole_model_survive_being_one_file(
     from containers.train_trl.plan import find_device, make_plan, shape_of
 
     checkpoint, plain = tmp_path / "checkpoint", str(base_model)
-    download_prefix(cloud.client, checkpoints(cloud.client, RUNS, two_machines)[0].uri, checkpoint)
+    download_prefix(cloud.client, checkpoints(cloud.client, RUNS, two_machines, RUN_KEY)[0].uri, checkpoint)
     weights, optimizer = read_shards(checkpoint)
     parsed = parse_spec(json.dumps(spec(training=WHOLE)).encode())
     plan = make_plan(parsed, shape_of(plain, False), find_device(), [3])
@@ -208,7 +210,7 @@ def test_machines_commit_a_checkpoint_together(cloud: Any, tmp_path: Path) -> No
         (tmp_path / str(machine)).mkdir()
         (tmp_path / str(machine) / f"__{machine}_0.distcp").write_text(f"shard {machine}")
     stores[0].save(10, tmp_path / "0", {"train_seconds": 1})
-    assert checkpoints(cloud.client, RUNS, run) == []
+    assert checkpoints(cloud.client, RUNS, run, RUN_KEY) == []
     stores[1].save(10, tmp_path / "1", {})
     for saving in stores:
         saving.wait()
@@ -229,7 +231,7 @@ def store(cloud: Any, run: str, machine: int) -> Any:
     from containers.common.report import Reporter
     from containers.common.world import World
 
-    job = Job("p", run, 1, RUNS, "", None, 10, World(1, 2, machine, "host", rank=machine))
+    job = Job("p", run, 1, RUNS, "", None, 10, World(1, 2, machine, "host", rank=machine), RUN_KEY)
     return CheckpointStore(cloud.client, job, Reporter(job, Redactor(), Clients()))
 
 
@@ -281,21 +283,21 @@ def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() ->
 
 def copy_checkpoint(cloud: Any, source: str, run: str, directory: Path, save_steps: int) -> None:
     """Copy the last checkpoint but one to another run, which then saves every `save_steps` steps."""
-    checkpoint = checkpoints(cloud.client, RUNS, source)[1]
+    checkpoint = checkpoints(cloud.client, RUNS, source, RUN_KEY)[1]
     download_prefix(cloud.client, checkpoint.uri, directory)
     (directory / COMPLETE).unlink()
     state = json.loads((directory / "trainer_state.json").read_text())
     (directory / "trainer_state.json").write_text(json.dumps({**state, "save_steps": save_steps}))
-    upload_checkpoint(cloud.client, RUNS, run, checkpoint.step, directory, {})
+    upload_checkpoint(cloud.client, RUNS, run, checkpoint.step, directory, {}, RUN_KEY)
 
 
 def newest_step(cloud: Any, run: str) -> int:
-    return int(checkpoints(cloud.client, RUNS, run)[0].step)
+    return int(checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].step)
 
 
 def losses(cloud: Any, run: str) -> list[float]:
     """The losses that the trainer logged, from its last checkpoint."""
-    uri = checkpoints(cloud.client, RUNS, run)[0].uri.removeprefix(f"gs://{RUNS}/")
+    uri = checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].uri.removeprefix(f"gs://{RUNS}/")
     state = json.loads(cloud.client.bucket(RUNS).blob(f"{uri}trainer_state.json").download_as_bytes())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 

@@ -18,7 +18,7 @@ import pytest
 from dropforge.run.artifacts import checkpoints, download_prefix, upload_directory, verify_manifest
 
 from .. import same_class
-from ..conftest import DATA, ROOT, RUNS
+from ..conftest import DATA, ROOT, RUN_KEY, RUNS
 from .test_fsdp import newest_step, rank_processes, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -96,7 +96,7 @@ def test_two_ranks_that_are_killed_resume(
     document, run = spec(model={"source": uri}, training=training), f"{family}-{uuid.uuid4().hex[:12]}"
     document["training"]["adapter"] = adapter
     first = trainer.start(document, run, processes=2)
-    wait_for(lambda: any(checkpoint.step > 1 for checkpoint in checkpoints(cloud.client, RUNS, run)))
+    wait_for(lambda: any(checkpoint.step > 1 for checkpoint in checkpoints(cloud.client, RUNS, run, RUN_KEY)))
     rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
     assert first.wait() == 70, first.output
     resumed = newest_step(cloud, run)

@@ -13,7 +13,16 @@ from google.cloud import storage
 from tests.patience import TRAIN_SECONDS
 
 from dropforge.base.errors import ErrorClass
-from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, read_artifact, verify_manifest
+from dropforge.run.artifacts import (
+    COMPLETE,
+    checkpoints,
+    complete_checkpoint,
+    download_prefix,
+    read_artifact,
+    verify_manifest,
+)
+
+from ..conftest import RUN_KEY
 
 # A test waits for several attempts: its own, and attempts that tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -102,7 +111,7 @@ def test_no_secret_is_in_a_log_an_event_or_an_artifact(uninterrupted: Any, cloud
 
 def test_the_two_newest_checkpoints_are_kept(uninterrupted: Any, cloud: Any) -> None:
     attempt, _ = uninterrupted
-    assert [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run)] == [60, 40]
+    assert [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run, RUN_KEY)] == [60, 40]
 
 
 def test_a_committed_run_is_told_again_and_not_trained_again(uninterrupted: Any, trainer: Any, events: Any) -> None:
@@ -146,7 +155,7 @@ def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
     last = events(first.run)[-1]
     assert last.type == "preempted"
     assert 40 < last.step < 60
-    assert checkpoints(cloud.client, RUNS, first.run)[0].step == last.step
+    assert checkpoints(cloud.client, RUNS, first.run, RUN_KEY)[0].step == last.step
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output
     assert_same(trainer.manifest(first.run).metrics, expected.metrics)
@@ -172,7 +181,7 @@ def test_the_deadline_stops_training_with_a_checkpoint(trainer: Any, spec: Spec,
     last = events(attempt.run)[-1]
     assert (last.type, last.error_class) == ("failed", ErrorClass.DEADLINE)
     assert "limits.max_duration" in last.hint
-    steps = [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run)]
+    steps = [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run, RUN_KEY)]
     assert not steps or f"step {steps[0]}" in last.message
 
 
@@ -297,6 +306,8 @@ def copy_checkpoints(client: storage.Client, run: str) -> str:
     bucket = client.bucket(RUNS)
     for blob in list(client.list_blobs(RUNS, prefix=f"checkpoints/{run}/")):
         bucket.copy_blob(blob, bucket, blob.name.replace(run, copy))
+    for checkpoint in checkpoints(client, RUNS, run, RUN_KEY):
+        complete_checkpoint(client, RUNS, copy, checkpoint.step, checkpoint.files, checkpoint.extra, RUN_KEY)
     return copy
 
 

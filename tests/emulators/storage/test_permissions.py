@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dropforge_local.iam import Callers, Policy
 from dropforge_local.iam.terraform import read_configuration
 from dropforge_local.stack import deployment
 from dropforge_local.stack.config import ROOT
+from dropforge_local.stack.functions_host import entry_points
 
 RUNS, SPECS, DATA = deployment.RUNS_BUCKET, deployment.SPECS_BUCKET, "data"
 IDENTITY = Identity("secret")
@@ -87,6 +89,27 @@ def test_an_account_writes_below_its_prefixes_only(
             client.bucket(RUNS).copy_blob(blob, client.bucket(RUNS), target + suffix, retry=None)
         with pytest.raises(Forbidden):
             client.bucket(RUNS).blob(target + suffix).compose([blob], retry=None)
+
+
+READ_KEYS = {"on_job_event", "provision", "inspect", "deploy"}
+WRITE_KEYS = {"on_spec_uploaded", "on_spec_message", "sweep"}
+
+
+def test_the_keys_of_runs_are_for_functions_that_need_them(at: Callable[..., storage.Client]) -> None:
+    name = f"keys/{uuid.uuid4().hex}"
+    write(at(""), name)
+    callers = [(TRAINER, ""), (SERVER, ""), *((FUNCTIONS, function) for function in entry_points())]
+    reads, writes = set(), set()
+    for caller, function in callers:
+        blob = at(caller, function).bucket(RUNS).blob(name)
+        with suppress(Forbidden):
+            reads.add((function or caller, len(blob.download_as_bytes(retry=None))))
+        with suppress(Forbidden):
+            write(at(caller, function), f"{name}-{function or caller}")
+            writes.add(function or caller)
+    assert reads == {(function, 1) for function in READ_KEYS}
+    assert writes == WRITE_KEYS
+    assert list(at(TRAINER).list_blobs(RUNS, prefix="keys/"))  # the names are the runs' ids, which are no secret
 
 
 def test_each_part_of_a_batch_is_checked(at: Callable[..., storage.Client]) -> None:

@@ -33,6 +33,7 @@ from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms import tpu_vm
 from dropforge.run.events import JobEvent, parse_job_event
+from dropforge.run.proof import EVENT_NAME, PROOF, is_document_proved, is_proved
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
@@ -68,6 +69,9 @@ TRAIN_PY = """
 """
 
 
+KEY = "k" * 64
+
+
 @dataclass
 class Lab(Cloud):
     """The emulated APIs that a machine needs, and the objects and events that its script leaves there."""
@@ -87,6 +91,7 @@ class Lab(Cloud):
             "dropforge-env": f"MODE={mode}\nWORK=/work\nGREETING=a b=c\nPATH_OF_A_USER=x\nDROPFORGE_SECRETS={SECRETS}",
             "dropforge-deadline": str(int(time.time()) + 600),
             "dropforge-runs-bucket": BUCKET,
+            "dropforge-run-key": KEY,
             "dropforge-job-events-topic": TOPIC,
             "dropforge-data-disk": "persistent-disk-1" if disks else "",
             **metadata,
@@ -113,6 +118,7 @@ class Lab(Cloud):
         self.wait_for_line("startup-script exit status", node_id, times)
         status = self.read(f"attempt-{attempt}/status.json")
         assert status, self.serial(node_id)
+        assert is_document_proved(KEY, names.machine_object(self.run, attempt, "status.json"), status.encode())
         body: dict[str, Any] = json.loads(status)
         return body
 
@@ -135,6 +141,7 @@ class Lab(Cloud):
         messages = [received["message"] for received in answer.get("receivedMessages", ())]
         for message in messages:
             assert message["attributes"]["ce-type"].startswith("dev.dropforge.job.")
+            assert is_proved(KEY, EVENT_NAME, base64.b64decode(message["data"]), message["attributes"][PROOF])
         return [parse_job_event(base64.b64decode(message["data"])) for message in messages]
 
     def pids(self, part: str) -> list[int]:
@@ -220,7 +227,6 @@ def test_the_script_exports_nothing_of_a_user() -> None:
     exported = re.findall(r"^\s*export (.*)", SCRIPT.read_text(), re.M)
     assert [line.split(" #")[0] for line in exported] == [
         "DOCKER_CONFIG=$ROOT/run/dropforge/docker",
-        "run attempt step error_class reason hint exit_code event",
     ]
     assert not re.search(r"^\s*(eval|source|\.|declare|set -a|set -o allexport)\s", SCRIPT.read_text(), re.M)
 

@@ -13,7 +13,7 @@ from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import RetryLater
 from dropforge.cloud.disks import DISK
-from dropforge.run.artifacts import MANIFEST, Manifest
+from dropforge.run.artifacts import Manifest, write_manifest
 from dropforge.run.record import RunState
 
 from ...deployments import clients, here
@@ -39,7 +39,8 @@ def train(cloud: Cloud, image: str = "serve-noop", target: dict[str, Any] | None
     run = make_run(cloud.store, parts, RunState.PROVISIONING)
     assert eventually(lambda: provision(run, ME, 1))["status"] == "RUNNING"
     until(lambda: names.machine_object(run, 1, "status.json") in cloud.store.names(f"{names.MACHINES_PREFIX}{run}/"))
-    cloud.store.put_new(f"models/{run}/{MANIFEST}", manifest(run).model_dump_json().encode())
+    bucket = cloud.store.bucket
+    write_manifest(bucket.client, bucket.name, manifest(run), cloud.store.key(run))
     answer = eventually(lambda: inspect(run, ME, 1, URL))
     assert (answer["status"], answer["serve"]) == ("SUCCEEDED", True)
     return run

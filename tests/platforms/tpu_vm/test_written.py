@@ -10,6 +10,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms.tpu_vm.written import MAX_MESSAGE, MAX_STATUS_BYTES, read_written
+from dropforge.run.proof import with_proof
 
 from ...deployments import Memory, cloud_with
 
@@ -26,13 +27,21 @@ STATUS = {
 }
 
 
-def read(content: bytes | None) -> tuple[Any, list[str]]:
+def read(content: bytes | None, key: str = "") -> tuple[Any, list[str]]:
     """Return what the control plane reads of that content, and what it logs."""
     storage, logged = Memory(), list[str]()
     if content is not None:
         storage.objects[NAME] = (content, 1)
     cloud = cloud_with(storage=storage, write=lambda message, **_: logged.append(message))
-    return read_written(cloud, "runs", NAME, RUN, 1), logged
+    return read_written(cloud, "runs", NAME, RUN, 1, key), logged
+
+
+def test_a_status_without_the_proof_of_its_run_is_none() -> None:
+    key, other = "k" * 64, "o" * 64
+    assert read(with_proof(key, NAME, STATUS), key)[0] is not None
+    for forged in (json.dumps(STATUS).encode(), with_proof(other, NAME, STATUS), with_proof(key, "machines/x", STATUS)):
+        written, [logged] = read(forged, key)
+        assert (written, logged) == (None, "a machine's status is not readable")
 
 
 def test_the_status_of_the_startup_script_is_read() -> None:

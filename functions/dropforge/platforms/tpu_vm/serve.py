@@ -150,6 +150,7 @@ def metadata(deployment: Deployment) -> dict[str, str]:
         "dropforge-env": tpu.server_variables(environment, TPU_VMS[serve.accelerator_type].chips),
         "dropforge-deadline": str(int(deployment.expires.timestamp())),
         "dropforge-runs-bucket": settings.runs_bucket,
+        **({"dropforge-run-key": deployment.run_key} if deployment.run_key else {}),
     }
 
 
@@ -178,7 +179,8 @@ def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[St
 def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
     """The failure that the startup script of the endpoint's machine has written; None without one."""
     run, bucket = deployment.run, deployment.settings.runs_bucket
-    written = read_written(cloud, bucket, names.server_object(run, "status.json"), run, attempt=0)
+    name = names.server_object(run, "status.json")
+    written = read_written(cloud, bucket, name, run, attempt=0, key=deployment.run_key)
     if written is None or written.error_class is None:
         return None
     hint = f"see gs://{bucket}/{names.server_object(run, 'startup.log')}"

@@ -13,6 +13,8 @@
 #   dropforge-deadline          Unix seconds: the container is stopped then, if it still runs
 #   dropforge-runs-bucket       the bucket for log and status: machines/RUN/attempt-N/{startup.log,status.json},
 #                               or machines/RUN/serve/... for a server that does not stay up
+#   dropforge-run-key           the run's key, which proves that a status and an event are about this run
+#                               (functions/dropforge/run/proof.py); or absent
 #   dropforge-job-events-topic  projects/P/topics/T: gets an event when the container could not publish its end; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
 #   dropforge-server-image      the server's image, run after training once the run's record says DEPLOYING; or absent
@@ -47,7 +49,7 @@ failed_command=''
 terminated='' # set by SIGTERM
 exit_code=''  # the container's
 oom_killed=''
-run='' attempt='' role='' bucket='' topic='' job=''
+run='' attempt='' role='' bucket='' topic='' job='' run_key=''
 state=$ROOT/run/dropforge # until the data disk is mounted
 log=$ROOT/var/log/dropforge.log
 
@@ -155,6 +157,7 @@ identify() {
     topic=$(optional dropforge-job-events-topic)
     role=$(attribute dropforge-role)
     attempt=$(attribute dropforge-attempt)
+    run_key=$(optional dropforge-run-key)
     run=$(attribute dropforge-run)
 }
 
@@ -360,7 +363,6 @@ note_end() {
         event=failed
         if [ -n "$terminated" ]; then event=preempted; fi
     fi
-    export run attempt step error_class reason hint exit_code event
     compose status >"$state/status.json"
     if [ -n "$event" ]; then compose event >"$state/event.json"; fi
     if [ "$role" = train ]; then touch "$state/DONE"; fi
@@ -380,23 +382,37 @@ report() {
 # upload NAME @FILE CONTENT_TYPE
 upload() {
     local object
-    object="machines/$run/$(kind)/$1"
+    object=$(object "$1")
     api POST "$STORAGE/upload/storage/v1/b/$bucket/o?uploadType=media&name=${object//\//%2F}" "$2" "$3" >/dev/null ||
         echo "$object could not be written"
 }
 
-# The status, or the request that publishes the event, as JSON: schemas/job_event.schema.json.
+# The name of a file of this machine in the bucket.
+object() {
+    echo "machines/$run/$(kind)/$1"
+}
+
+# The status, or the request that publishes the event, as JSON: schemas/job_event.schema.json. The key is a variable of
+# this Python alone, and never an argument.
 compose() {
-    python3 - "$1" <<'EOF'
-import base64, datetime, json, os, sys, time
+    run=$run attempt=$attempt step=$step error_class=$error_class reason=$reason hint=$hint exit_code=$exit_code \
+        event=$event run_key=$run_key object=$(object status.json) python3 - "$1" <<'EOF'
+import base64, datetime, hmac, json, os, sys, time
 
 value = os.environ.get
 now = datetime.datetime.now(datetime.timezone.utc).isoformat()
 run, attempt, kind = value("run"), int(value("attempt")), value("event")
 code = value("exit_code")
+
+
+def proof(name, content):
+    """functions/dropforge/run/proof.py"""
+    return hmac.new(value("run_key").encode(), f"{name}\n".encode() + content, "sha256").hexdigest()
+
+
 if sys.argv[1] == "status":
     reported = not kind
-    print(json.dumps({
+    status = {
         "run": run,
         "attempt": attempt,
         "time": now,
@@ -404,7 +420,11 @@ if sys.argv[1] == "status":
         "exit_code": int(code) if code else None,
         "error_class": None if reported else "preempted" if kind == "preempted" else value("error_class"),
         "message": "" if reported else value("reason"),
-    }))
+    }
+    if value("run_key"):
+        canonical = json.dumps(status, sort_keys=True, separators=(",", ":")).encode()
+        status["proof"] = proof(value("object"), canonical)
+    print(json.dumps(status))
     sys.exit()
 sequence = time.time_ns() // 1000000
 event = {"type": kind, "run": run, "attempt": attempt, "sequence": sequence, "time": now}
@@ -419,7 +439,10 @@ attributes = {
     "ce-time": now,
     "content-type": "application/json",
 }
-data = base64.b64encode(json.dumps(event).encode()).decode()
+content = json.dumps(event).encode()
+if value("run_key"):
+    attributes["proof"] = proof("job-event", content)
+data = base64.b64encode(content).decode()
 print(json.dumps({"messages": [{"data": data, "attributes": attributes}]}))
 EOF
 }

@@ -160,6 +160,7 @@ def metadata(launch: Launch) -> dict[str, str]:
         "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
         "dropforge-deadline": _unix(launch.deadline),
         "dropforge-runs-bucket": settings.runs_bucket,
+        **({"dropforge-run-key": launch.key} if launch.key else {}),
         "dropforge-job-events-topic": settings.topic(settings.job_events_topic),
         "dropforge-data-disk": DATA_DISK,
         **(_server_metadata(server) if server else {}),
@@ -172,7 +173,7 @@ def _server(launch: Launch) -> Deployment | None:
     if not isinstance(spec.serve, TrainingVmServe):
         return None
     expires = launch.deadline + timedelta(seconds=serving_seconds(spec.serve))
-    return Deployment(launch.run, spec, launch.settings, expires, launch)
+    return Deployment(launch.run, spec, launch.settings, expires, launch, launch.key)
 
 
 def _server_metadata(server: Deployment) -> dict[str, str]:
@@ -249,7 +250,7 @@ def _refused(error: Any) -> Status:
 def _written(cloud: Cloud, launch: Launch) -> Status | None:
     """The status that the startup script writes at the end; None before."""
     name = names.machine_object(launch.run, launch.attempt, "status.json")
-    written = read_written(cloud, launch.settings.runs_bucket, name, launch.run, launch.attempt)
+    written = read_written(cloud, launch.settings.runs_bucket, name, launch.run, launch.attempt, launch.key)
     if written is None:
         return None
     ended, code = written.time, written.exit_code

@@ -1,6 +1,7 @@
-"""The status that startup.sh writes when its container ends. The container has the same account: it may write any text.
+"""The status that startup.sh writes when its container ends. Any container's account may write any text there.
 
-A text that is not such a status counts as no status: the machine's state and the job events then decide.
+A text that is not such a status, or has no proof of its run, counts as no status. Then the machine's state and the job
+events decide.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.base.redact import cut
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.objects import read_at_most
+from dropforge.run.proof import is_document_proved
 
 MAX_STATUS_BYTES = 64 * 1024  # the script cuts its texts at a few thousand characters
 MAX_MESSAGE = 4000
@@ -29,12 +31,14 @@ class Written(BaseModel):
     message: str
 
 
-def read_written(cloud: Cloud, bucket: str, name: str, run: str, attempt: int) -> Written | None:
+def read_written(cloud: Cloud, bucket: str, name: str, run: str, attempt: int, key: str) -> Written | None:
     """The status that a machine has written in `name`; None before, and for another text. Raises client errors."""
     data = read_at_most(cloud.clients.storage().bucket(bucket).blob(name), MAX_STATUS_BYTES)
     if data is None:
         return None
     try:
+        if not is_document_proved(key, name, data):
+            raise ValueError("it has no proof of its run")
         written = Written.model_validate_json(data)
         if (written.run, written.attempt) != (run, attempt):
             raise ValueError(f"it is about attempt {written.attempt} of run {cut(written.run, 80)!r}")

@@ -151,7 +151,8 @@ def _seen(status: Status | None, heard: Heard, record: Record, now: datetime, se
 def _no_manifest(heard: Heard) -> RunError:
     claimed = any(isinstance(report.event, Succeeded) for report in heard.reports)
     message = "the container ended with exit code 0 but left no manifest" + (" (it reported success)" * claimed)
-    return RunError(error_class=ErrorClass.CODE, message=message, hint=SEE_LOG)
+    hint = f"{SEE_LOG}; an image that is older than the functions cannot prove its manifest: run `make images`"
+    return RunError(error_class=ErrorClass.CODE, message=message, hint=hint)
 
 
 def _failed(status: Status, attempt: Attempt, now: datetime) -> RunError | None:

@@ -48,40 +48,48 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     if manifest is not None:
         return _succeeded(context, record, spec, manifest)
     if verdict.error is not None:
-        record = _note_waiting(context, record, status, started=verdict.started)
-        return _failed(context, record, spec, verdict.error, verdict.started)
+        _note_waiting(context, record, status, started=verdict.started)
+        return _failed(context, run, attempt, spec, verdict.error, verdict.started)
     if verdict.started:
-        record = _tell_training(context, _note_training(context, record), spec, is_over=False)
+        record = _tell_training(context, _note_training(context, record, attempt), attempt, spec, is_over=False)
     else:
         record = _note_running(context, record, status, asked)
-    return _continue(context, record, spec, status, heard, verdict)
+    return _continue(context, record, attempt, spec, status, heard, verdict)
 
 
 def _look(context: Context, record: Record, spec: JobSpec) -> tuple[Manifest | None, Status | None, Heard, Verdict]:
     """The manifest, the status in the cloud, the events, and the verdict. Raises DropforgeError for unreadable data."""
-    storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
-    manifest = read_manifest(storage, bucket, record.run)
+    storage, bucket, key = context.cloud.clients.storage(), context.settings.runs_bucket, context.store.key(record.run)
+    manifest = read_manifest(storage, bucket, record.run, key)
     if manifest is not None:  # it decides alone
         return manifest, None, Heard(), Verdict()
     status = _status(context, record, spec)
     heard = hear(context.store, record.run, record.attempt)
     verdict = decide(heard, status, record, context.now(), context.settings)
     if verdict.error is not None:  # the container may have committed the model since the first read
-        manifest = read_manifest(storage, bucket, record.run)
+        manifest = read_manifest(storage, bucket, record.run, key)
     return manifest, status, heard, verdict
 
 
 def _continue(
-    context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard, verdict: Verdict
-) -> Waiting | Failed:
+    context: Context,
+    record: Record,
+    attempt: int,
+    spec: JobSpec,
+    status: Status | None,
+    heard: Heard,
+    verdict: Verdict,
+) -> Waiting | Failed | Superseded:
     """The answer for an attempt that has not ended: warn people, and end the attempt if it is stuck."""
     looked = context.now()
     for notice in due(record, spec, looked):
         record = warn(context, record, spec, notice)
+    if record.attempt != attempt:  # this call was slow, and what it saw of its attempt says nothing of the next attempt
+        return superseded(record)
     if stuck := _stuck(context, record, spec, status, heard):
-        record = warn(context, record, spec, Notice(f"stuck-a{record.attempt}", "is stuck", stuck.message))
+        record = warn(context, record, spec, Notice(f"stuck-a{attempt}", "is stuck", stuck.message))
         if spec.limits.on_stuck != "notify":
-            return _failed(context, record, spec, stuck, verdict.started)
+            return _failed(context, record.run, attempt, spec, stuck, verdict.started)
     wait = min(verdict.look_again, _patience(context, record, spec, looked))
     deadline = record.attempts[-1].deadline.timestamp()
     return Waiting(wait_seconds=wait, deadline=deadline)
@@ -120,41 +128,43 @@ def _step(store: RunStore, run: str, progress: list[str]) -> int:
     return event.step if isinstance(event, Progress | Checkpointed) else 0
 
 
-def _failed(context: Context, record: Record, spec: JobSpec, error: RunError, started: bool) -> Failed:
-    context.log(error.message, stage="await", run=record.run, severity="WARNING", error_class=error.error_class)
-    attempt = record.attempt
+def _failed(
+    context: Context, run: str, attempt: int, spec: JobSpec, error: RunError, started: bool
+) -> Failed | Superseded:
+    context.log(error.message, stage="await", run=run, severity="WARNING", error_class=error.error_class)
 
     def change(latest: Record) -> Record:
-        began = _in_training(latest, context.now()) if started else latest
+        began = _in_training(latest, attempt, context.now()) if started else latest
         return began.with_end(attempt, error, context.now())
 
-    record = context.store.update(record.run, change)
-    _tell_training(context, record, spec, is_over=True)
+    record = context.store.update(run, change)
+    _tell_training(context, record, attempt, spec, is_over=True)
+    if record.attempt != attempt:
+        return superseded(record)
     return retry_or_fail(record, spec, error, context.now())
 
 
-def _in_training(record: Record, now: datetime) -> Record:
-    """The record after its latest attempt has begun to train."""
+def _in_training(record: Record, attempt: int, now: datetime) -> Record:
+    """The record after `attempt` has begun to train; unchanged if the run has another attempt by now."""
+    if record.state is not RunState.PROVISIONING or record.attempt != attempt:
+        return record
+    began = record.with_running(attempt, running_since(record.attempts[-1])).entered(RunState.TRAINING, now)
+    return began.with_ledger(lambda ledger: ledger.with_created(attempt, now))
+
+
+def _note_training(context: Context, record: Record, attempt: int) -> Record:
     if record.state is not RunState.PROVISIONING:
         return record
-    attempt = record.attempts[-1]
-    began = record.with_running(attempt.number, running_since(attempt)).entered(RunState.TRAINING, now)
-    return began.with_ledger(lambda ledger: ledger.with_created(attempt.number, now))
+    return context.store.update(record.run, lambda latest: _in_training(latest, attempt, context.now()))
 
 
-def _note_training(context: Context, record: Record) -> Record:
-    if record.state is not RunState.PROVISIONING:
-        return record
-    return context.store.update(record.run, lambda latest: _in_training(latest, context.now()))
-
-
-def _tell_training(context: Context, record: Record, spec: JobSpec, *, is_over: bool) -> Record:
+def _tell_training(context: Context, record: Record, attempt: int, spec: JobSpec, *, is_over: bool) -> Record:
     """Tell everybody once that an attempt trains; the record notes it, unless the attempt is over.
 
     After a crash between telling and noting, it is told again with the same event id.
     """
-    key = f"training-a{record.attempt}"
-    if record.state is not RunState.TRAINING or key in record.notices:
+    key = f"training-a{attempt}"
+    if record.state is not RunState.TRAINING or record.attempt != attempt or key in record.notices:
         return record
     tell(context, record, spec)
     return record if is_over else context.store.update(record.run, lambda latest: latest.with_notice(key))
@@ -180,23 +190,23 @@ def _note_running(context: Context, record: Record, status: Status | None, asked
     return context.store.update(record.run, change)
 
 
-def _note_waiting(context: Context, record: Record, status: Status | None, *, started: bool) -> Record:
+def _note_waiting(context: Context, record: Record, status: Status | None, *, started: bool) -> None:
     """Note when an attempt that ends while it waits may have started; otherwise its cost would count from its opening.
 
     The attempt has cost nothing, unless some of its machines existed already and waited for the others.
     """
     attempt, now = record.attempts[-1], context.now()
     if started or attempt.running or status is None or not (status.phase is Phase.PENDING or status.is_paid):
-        return record
+        return
     since = running_since(attempt) if status.is_paid else now
-    return context.store.update(record.run, lambda latest: latest.with_running(attempt.number, since))
+    context.store.update(record.run, lambda latest: latest.with_running(attempt.number, since))
 
 
 def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manifest) -> Succeeded:
-    store, metrics = context.store, dict(manifest.metrics)
+    store, attempt, metrics = context.store, record.attempt, dict(manifest.metrics)
 
     def change(latest: Record) -> Record:
-        trained = _in_training(latest, context.now()).with_end(record.attempt, None, context.now())
+        trained = _in_training(latest, attempt, context.now()).with_end(attempt, None, context.now())
         return trained.model_copy(update={"metrics": metrics})
 
     if spec.serve is not None and spec.serve.keeps_machine:  # before the workflow tears down the attempt
@@ -204,7 +214,7 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
-    _tell_training(context, record, spec, is_over=True)
+    _tell_training(context, record, attempt, spec, is_over=True)
     return Succeeded(serve=spec.serve is not None, gate=_gate(spec, metrics))
 
 
@@ -226,7 +236,8 @@ def _status(context: Context, record: Record, spec: JobSpec) -> Status | None:
     """The attempt's status in the cloud; None if the cloud does not answer."""
     target = context.platforms.target(spec.target.type)
     try:
-        return target.inspect(context.cloud, launch_of(record, spec, context.settings))
+        launch = launch_of(record, spec, context.settings, context.store.key(record.run))
+        return target.inspect(context.cloud, launch)
     except CloudError as error:
         context.log(error.message, stage="await", run=record.run, severity="WARNING", error_class=error.error_class)
         return None

@@ -10,16 +10,18 @@ from dropforge.base.errors import RetryLater, first_problem
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
 from dropforge.run.events import MAX_JOB_EVENT_BYTES, JobEvent, parse_job_event
+from dropforge.run.proof import EVENT_NAME, is_proved
 from dropforge.run.record import Record
 
 # Events that change what the workflow does next. Progress and checkpoints are only kept.
 WAKING = frozenset({"started", "succeeded", "failed", "preempted"})
 
 
-def receive_job_event(context: Context, data: bytes) -> None:
+def receive_job_event(context: Context, data: bytes, claimed_proof: object) -> None:
     """Keep a job event and wake its run. Raises RetryLater if the execution could not be reached.
 
-    Malformed, late and forged events change nothing: they are logged and acknowledged.
+    claimed_proof: the attribute `proof` of the message. Malformed, late and forged events change nothing: they are
+    logged and acknowledged.
     """
     try:
         if len(data) > MAX_JOB_EVENT_BYTES:
@@ -32,6 +34,10 @@ def receive_job_event(context: Context, data: bytes) -> None:
     store = context.store
     if not _is_of(store.recall(event.run), event) and not _is_of(store.find(event.run), event):
         message = "job event of no running attempt"
+        context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
+        return
+    if not is_proved(store.key(event.run), EVENT_NAME, data, claimed_proof):
+        message = "job event without a proof of its run"
         context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
         return
     store.put_new(

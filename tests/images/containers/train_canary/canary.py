@@ -20,6 +20,7 @@ from containers.common.stop import StopRequest
 from dropforge.base.names import spec_object
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
+from dropforge.run.proof import with_proof
 from dropforge.spec import parse_spec
 
 SEEN_SECONDS = 1.5  # so that whoever looks at processes finds this one
@@ -66,7 +67,8 @@ def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Out
         "metrics": {"loss": 0.1},
         "files": [],
     }
-    bucket.blob(f"models/{job.run}/MANIFEST.json").upload_from_string(json.dumps(manifest), if_generation_match=0)
+    name = f"models/{job.run}/MANIFEST.json"
+    bucket.blob(name).upload_from_string(with_proof(job.key, name, manifest), if_generation_match=0)
     return Outcome.done()
 
 

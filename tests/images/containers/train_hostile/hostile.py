@@ -4,6 +4,7 @@ The label `victim` of its spec names another run; without the label it starts an
 models/<its own run>/tried.json: what was tried, and the code of the answer, or "done". Then the container fails.
 """
 
+import hmac
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from google.cloud import pubsub_v1, run_v2, secretmanager_v1, storage, tpu_v2
 
 RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
 RUNS, JOB_EVENTS = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
+KEY = os.environ["DROPFORGE_RUN_KEY"]
 HTTP = os.environ["STORAGE_EMULATOR_HOST"]
 PROJECT = JOB_EVENTS.split("/")[1]
 SPECS = RUNS.removesuffix("runs") + "specs"
@@ -29,6 +31,16 @@ Try = tuple[str, Callable[[], Any]]
 
 client = storage.Client(PROJECT, AnonymousCredentials())
 runs, specs = client.bucket(RUNS), client.bucket(SPECS)
+
+
+def proof(name: str, content: bytes) -> str:
+    """dropforge/run/proof.py, with the key of this run."""
+    return hmac.digest(KEY.encode(), f"{name}\n".encode() + content, "sha256").hex()
+
+
+def with_proof(name: str, document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**document, "proof": proof(name, canonical)})
 
 
 def rest(api: Any) -> Any:
@@ -64,6 +76,14 @@ def objects(victim: str) -> Iterator[Try]:
     status = {"run": RUN, "attempt": 1, "state": "failed", "record": {"run": victim}}
     yield "forge the status of another run's machine", put(runs, f"machines/{victim}/attempt-1/status.json", status)
     yield "forge a machine of no run", put(runs, "machines/open/x", status)
+    yield from forged(victim)
+    keys = (f"keys/{victim}", f"keys/{RUN}")
+    for name in keys:
+        key, copy = runs.blob(name), f"models/{RUN}/key"
+        yield f"read {name}", partial(key.download_as_bytes, retry=None)
+        yield f"write {name}", put(runs, name)
+        yield f"delete {name}", partial(key.delete, retry=None)
+        yield f"copy {name}", partial(runs.copy_blob, key, runs, copy, retry=None)
     yield "delete a record", lambda: record.delete(retry=None)
     yield "open a resumable upload of a record", lambda: record.create_resumable_upload_session(size=1)
     yield "copy over a record", lambda: runs.copy_blob(own, runs, record.name, retry=None)
@@ -75,6 +95,40 @@ def objects(victim: str) -> Iterator[Try]:
     yield "delete the runs bucket", lambda: runs.delete(retry=None)
     yield "open the runs bucket to all", lambda: open_to_all()
     yield "create a bucket", lambda: client.create_bucket(f"{RUN}-loot", retry=None)
+
+
+def forged(victim: str) -> Iterator[Try]:
+    """Documents about the victim's present attempt, in the right form, proved with this run's key."""
+    now = datetime.now(UTC).isoformat()
+    source = {"uri": "forged", "revision": "0"}
+    manifest = {
+        "run": victim,
+        "attempt": 1,
+        "created": now,
+        "spec_sha256": "0" * 64,
+        "base": source,
+        "dataset": source,
+        "serve_path": "attempt-1/model",
+        "metrics": {"exact_match": 1.0},
+        "files": [],
+    }
+    status = {
+        "run": victim,
+        "attempt": 1,
+        "time": now,
+        "step": "container",
+        "exit_code": 70,
+        "error_class": "code",
+        "message": "forged",
+    }
+    documents = {
+        "manifest": (f"models/{victim}/MANIFEST.json", manifest),
+        "checkpoint": (f"checkpoints/{victim}/step-99999999/_COMPLETE", {"step": 99999999, "files": [], "extra": {}}),
+        "machine's end": (f"machines/{victim}/attempt-1/status.json", status),
+    }
+    for what, (name, document) in documents.items():
+        body = with_proof(name, document)
+        yield f"forge another run's {what}", partial(runs.blob(name).upload_from_string, body)
 
 
 def change(blob: Any) -> None:
@@ -91,7 +145,8 @@ def messages(victim: str) -> Iterator[Try]:
 
     def publish(topic: str, content: object) -> Callable[[], Any]:
         data = json.dumps(content).encode()
-        return lambda: publisher.publish(topic, data, timeout=20).result(20)
+        claimed = {"proof": proof("job-event", data)}
+        return lambda: publisher.publish(topic, data, timeout=20, **claimed).result(20)
 
     topics = JOB_EVENTS.removesuffix("job-events")
     yield "cancel a run by message", publish(f"{topics}requests", {"cancel": victim})
@@ -101,10 +156,13 @@ def messages(victim: str) -> Iterator[Try]:
     yield "listen to events", lambda: subscriber.create_subscription(name=subscription, topic=JOB_EVENTS, retry=None)
     event = {"run": victim, "attempt": 1, "sequence": 10**12, "time": datetime.now(UTC).isoformat()}
     manifest = f"gs://{RUNS}/models/{RUN}/MANIFEST.json"
-    yield (
-        "say that another run succeeded",
-        publish(JOB_EVENTS, {**event, "type": "succeeded", "manifest_uri": manifest}),
-    )
+    ends: dict[str, dict[str, object]] = {
+        "succeeded": {"manifest_uri": manifest},
+        "failed": {"error_class": "code", "message": "forged"},
+        "preempted": {"step": 1},
+    }
+    for kind, fields in ends.items():
+        yield f"say that another run {kind}", publish(JOB_EVENTS, {**event, "type": kind, **fields})
 
 
 def machines(victim: str) -> Iterator[Try]:
@@ -180,7 +238,9 @@ def main() -> int:
             "sequence": 1,
             "time": datetime.now(UTC).isoformat(),
         }
-        pubsub_v1.PublisherClient().publish(JOB_EVENTS, json.dumps(started).encode()).result(60)
+        data = json.dumps(started).encode()
+        claimed = {"proof": proof("job-event", data)}
+        pubsub_v1.PublisherClient().publish(JOB_EVENTS, data, **claimed).result(60)
         time.sleep(3600)
     kinds = (objects, messages, machines, secrets, plain)
     tried = {what: outcome(work) for kind in kinds for what, work in kind(victim)}

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from hmac import digest
 from typing import Any
 
 RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
+KEY = os.environ.get("DROPFORGE_RUN_KEY", "").encode()
 BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
 HOST, PORT = os.environ["STORAGE_EMULATOR_HOST"].removeprefix("http://").split(":")
 connection: socket.socket | None = None
@@ -70,12 +72,25 @@ def spec() -> Any:
     return json.loads(body)
 
 
+def proof(name: str, content: bytes) -> str:
+    """dropforge/run/proof.py."""
+    return digest(KEY, f"{name}\n".encode() + content, "sha256").hex()
+
+
+def proved(name: str, document: dict[str, Any]) -> bytes:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**document, "proof": proof(name, canonical)} if KEY else document).encode()
+
+
 def publish(kind: str, copies: int = 1, **fields: object) -> None:
     global sequence
     sequence = max(sequence + 1, int(time.time() * 1000))
     event = {"type": kind, "run": RUN, "attempt": ATTEMPT, "sequence": sequence, "time": datetime.now(UTC).isoformat()}
-    data = binascii.b2a_base64(json.dumps({**event, **fields}).encode(), newline=False).decode()
+    content = json.dumps({**event, **fields}).encode()
+    data = binascii.b2a_base64(content, newline=False).decode()
     attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
+    if KEY:
+        attributes["proof"] = proof("job-event", content)
     body = json.dumps({"messages": [{"data": data, "attributes": attributes}] * copies}).encode()
     status, answer = request("POST", f"/v1/{TOPIC}:publish", body)
     assert status == 200, answer
@@ -94,9 +109,9 @@ def commit(exact_match: float, files: tuple[dict[str, Any], ...] = ()) -> None:
         "metrics": {"exact_match": exact_match, "exact_match_before": 0.0, "loss": 0.1},
         "files": list(files),
     }
-    name = quoted(f"models/{RUN}/MANIFEST.json")
-    path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}&ifGenerationMatch=0"
-    status, answer = request("POST", path, json.dumps(manifest).encode())
+    name = f"models/{RUN}/MANIFEST.json"
+    path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quoted(name)}&ifGenerationMatch=0"
+    status, answer = request("POST", path, proved(name, manifest))
     assert status in (200, 412), answer
 
 
@@ -139,8 +154,8 @@ def whole() -> int:
     publish("progress", step=1, total_steps=2, loss=2.0)
     while request("GET", f"/storage/v1/b/{BUCKET}/o/{quoted(f'checkpoints/{RUN}/go')}")[0] == 404:
         time.sleep(0.05)
-    marker = {"step": 1, "files": [], "extra": {}}
-    put(f"checkpoints/{RUN}/step-00000001/_COMPLETE", json.dumps(marker).encode())
+    name, marker = f"checkpoints/{RUN}/step-00000001/_COMPLETE", {"step": 1, "files": [], "extra": {}}
+    put(name, proved(name, marker))
     path = f"attempt-{ATTEMPT}/model/model.safetensors"
     found = put(f"models/{RUN}/{path}", weights)
     sha256 = hashlib.sha256(weights).hexdigest()

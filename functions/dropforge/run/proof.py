@@ -1,0 +1,63 @@
+"""The run's key: containers prove with it that they belong to a run.
+
+The containers of all runs have the same account. So Cloud Storage and Pub/Sub do not know which run a writer is of.
+`submit` writes a random key to keys/<run> in the runs bucket, which only functions may read (terraform/iam.tf). The
+functions give the key to the containers of that run, and to no other container. What a container writes for the control
+plane, or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of the object's name and content.
+
+A run that was accepted before there were keys has the key "". Then nothing carries a proof, and everything is accepted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+VARIABLE = "DROPFORGE_RUN_KEY"  # in the environment of every container of the run
+PROOF = "proof"  # the attribute of a job event's message, and the field of a JSON document
+EVENT_NAME = "job-event"  # stands for the name of the object in the proof of a job event
+
+
+def new_key(chance: Random) -> str:
+    """A random key of 256 bits, as 64 hexadecimal digits. `chance` is random.SystemRandom, but in a simulation."""
+    return f"{chance.getrandbits(256):064x}"
+
+
+def proof(key: str, name: str, content: bytes) -> str:
+    """The proof that a holder of `key` wrote `content` as the object `name`; "" without a key."""
+    return hmac.digest(key.encode(), f"{name}\n".encode() + content, "sha256").hex() if key else ""
+
+
+def is_proved(key: str, name: str, content: bytes, claimed: object) -> bool:
+    """Whether `claimed` is the proof of the content. Everything is proved for a run without a key."""
+    if not key:
+        return True
+    return isinstance(claimed, str) and hmac.compare_digest(proof(key, name, content).encode(), claimed.encode())
+
+
+def with_proof(key: str, name: str, document: Mapping[str, Any]) -> bytes:
+    """A JSON document with its proof; without a key, only the document. The proof is about all other fields."""
+    proved = {**document, PROOF: proof(key, name, _canonical(document))} if key else document
+    return json.dumps(proved, indent=2).encode() + b"\n"
+
+
+def is_document_proved(key: str, name: str, data: bytes) -> bool:
+    """Whether a JSON document, as read from the object `name`, has its proof. False for text that is no JSON object."""
+    if not key:
+        return True
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(document, dict):
+        return False
+    claimed = document.pop(PROOF, None)
+    return is_proved(key, name, _canonical(document), claimed)
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    """The same bytes for every spelling of a document: sorted keys, no spaces, ASCII. startup.sh has a copy of this."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
