@@ -468,3 +468,24 @@ def test_a_model_that_was_committed_in_the_last_moment_counts() -> None:
 
     place.platform.inspect = fail  # type: ignore[assignment,method-assign]
     assert inspect(place.context, RUN, ME, 1, CALLBACK).status == "SUCCEEDED"
+
+
+def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
+    """The cancel is recorded after teardown has decided to keep the endpoint, and before it writes the end."""
+    live = endpoint(NOW + 60 * MINUTE)
+    place = Place(RunState.DEPLOYING, endpoint=live)
+    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    place.store.intend(RUN, "run.googleapis.com/Service", live.service, 1)
+    delete = place.platform.teardown
+
+    def cancelled_meanwhile(cloud: Any, kind: str, name: str) -> bool:
+        place.store.update(RUN, lambda record: record.model_copy(update={"cancel_requested": NOW}))
+        return delete(cloud, kind, name)
+
+    place.platform.teardown = cancelled_meanwhile  # type: ignore[method-assign]
+    outcome = Outcome(state=RunState.SUCCEEDED)
+    answer = teardown(place.context, RUN, ME, "run", True, outcome, ends=True)
+    assert (answer.status, place.record.state) == ("ENDED", RunState.CANCELLED)
+    assert place.platform.asked == [f"teardown {JOB}", f"teardown {live.service}"]
+    assert place.record.endpoint is not None
+    assert place.record.endpoint.ended == NOW

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from .browsers import refuse_pages
 from .errors import ApiError
+from .peers import Strangers
 from .ports import HOST
 from .recording import CALLERS, Recorder
 
@@ -68,6 +69,7 @@ class Callers(Protocol):
 class Server:
     """The emulators' HTTP and gRPC listeners. Port 0 takes a free port; read the result after `start`.
 
+    `is_open`: other users of the machine may call, too (peers.py).
     With a `recorder` or `callers`, each caller of CALLERS has its own HTTP and gRPC port: `http_ports`, `grpc_ports`.
     """
 
@@ -78,12 +80,15 @@ class Server:
         grpc_port: int = 0,
         recorder: Recorder | None = None,
         callers: Callers | None = None,
+        *,
+        is_open: bool = False,
     ) -> None:
         self.emulators = emulators
         self.http_port = http_port
         self.grpc_port = grpc_port
         self.recorder = recorder
         self.callers = callers
+        self.strangers = None if is_open else Strangers()
         self._addresses: dict[int, str] = {}  # the caller of each HTTP port of its own
         self.kept_ports: dict[str, tuple[int, int]] = {}  # HTTP and gRPC port of callers, of an earlier start
         self.http_ports: dict[str, int] = {}
@@ -104,11 +109,18 @@ class Server:
         http, grpc = self.http_ports.get(caller, self.http_port), self.grpc_ports.get(caller, self.grpc_port)
         return f"http://{HOST}:{http}", f"{HOST}:{grpc}"
 
+    def stranger_at(self, peer: str, caller: str) -> str | None:
+        """Why the gRPC client `peer`, at the port of a caller, may not call; None if it may."""
+        if self.strangers is None:
+            return None
+        return self.strangers.of_grpc(peer, self.grpc_ports.get(caller, self.grpc_port), HOST)
+
     async def start(self) -> None:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
         recording = [self.recorder.middleware(self._addresses)] if self.recorder else []
         entering = [self._entering()] if self.callers else []
-        middlewares = [refuse_pages, *recording, render_errors, *entering]
+        own = [self.strangers.middleware] if self.strangers else []
+        middlewares = [*own, refuse_pages, *recording, render_errors, *entering]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._hold_back)
         for emulator in self.emulators:
@@ -194,6 +206,8 @@ class _Around(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
 
         async def enter(context: Any) -> None:
+            if problem := self._server.stranger_at(context.peer(), self._address):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
             if (callers := self._server.callers) is not None:
                 try:
                     callers.enter(dict(details.invocation_metadata), self._address)
@@ -229,9 +243,12 @@ class BackgroundServer:
     `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
     """
 
-    def __init__(self, build: Callable[[], Sequence[Emulator]], callers: Callers | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], Sequence[Emulator]], callers: Callers | None = None, *, is_open: bool = False
+    ) -> None:
         self._build = build
         self._callers = callers
+        self._is_open = is_open
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -258,7 +275,7 @@ class BackgroundServer:
             self._loop.close()
 
     async def _start(self) -> Server:
-        server = Server(self._build(), callers=self._callers)
+        server = Server(self._build(), callers=self._callers, is_open=self._is_open)
         await server.start()
         return server
 

@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
 ENFORCED, OFF = "enforced", "off"
+OWN, ALL = "own", "all"
 
 
 class StackError(Exception):
@@ -41,6 +42,7 @@ class StackConfig:
     schedule of Cloud Scheduler in a deployment.
 
     `iam` is ENFORCED (each call is checked against the bindings of the Terraform files in `terraform`) or OFF.
+    `users` is OWN (only the user who started the stack, and root, reach it) or ALL: other users of the machine, too.
     `variables` overrides the variables with which those files are evaluated (deployment.VARIABLES).
     """
 
@@ -55,12 +57,15 @@ class StackConfig:
     record: bool = False
     sweep_seconds: float = 60.0
     iam: str = ENFORCED
+    users: str = OWN
     terraform: str = str(ROOT / "terraform")
     variables: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.iam not in (ENFORCED, OFF):
             raise StackError(f"iam is {self.iam!r} in config.json; expected {ENFORCED!r} or {OFF!r}")
+        if self.users not in (OWN, ALL):
+            raise StackError(f"users is {self.users!r} in config.json; expected {OWN!r} or {ALL!r}")
 
     @property
     def tells_callers(self) -> bool:

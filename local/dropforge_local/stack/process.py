@@ -51,7 +51,17 @@ from dropforge_local.iam.terraform import read_configuration
 from workflows_engine import Engine
 
 from . import deployment
-from .config import OFF, ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file
+from .config import (
+    ALL,
+    OFF,
+    ROOT,
+    START_SECONDS,
+    StackConfig,
+    StackError,
+    StackInfo,
+    container_directories,
+    replace_file,
+)
 from .crash import CrashSwitch
 from .deployment import (
     CLUSTER,
@@ -93,7 +103,8 @@ class Stack:
         self.recorder = Recorder(state / FILE) if self.config.record else None
         self.callers = self._callers()
         self._build()
-        self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers)
+        is_open = self.config.users == ALL
+        self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers, is_open=is_open)
         self._server.durable = self.db.durable
         if (kept := state / "addresses.json").exists():  # containers outlive the stack and keep their addresses
             self._server.kept_ports = json.loads(kept.read_text())

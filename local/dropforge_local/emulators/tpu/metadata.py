@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from dropforge_local.base.browsers import refuse_pages
+from dropforge_local.base.peers import Strangers
 from dropforge_local.base.ports import HOST
 
 from ..kit.background import Changes
@@ -35,7 +36,7 @@ class MetadataServer:
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
-        app = web.Application(middlewares=[refuse_pages])
+        app = web.Application(middlewares=[Strangers().middleware, refuse_pages])
         app.router.add_get("/{path:.*}", self._get)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
