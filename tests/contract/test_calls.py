@@ -63,6 +63,7 @@ UNUSED = {
     Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
+    Grant("inspect", "project", "run.jobs.get"): "needed when a job has no execution",
     Grant("notify", "run_events_topic", "pubsub.topics.publish"): OLDER,
     Grant("notify", "webhook_secrets", "secretmanager.versions.access"): OLDER,
     Grant("notify", "run_objects", "storage.objects.create"): OLDER,

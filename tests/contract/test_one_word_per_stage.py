@@ -23,6 +23,10 @@ WORDS = {
 }
 
 
+# Executions that began with a workflow from before 2026-11-24 call these functions; later workflows do not.
+OLDER = {"notify"}
+
+
 def called_functions() -> dict[str, str]:
     """Every function that the workflow calls, and the subworkflow that calls the function."""
     return {call["name"]: name for name, body in STEPS.items() for call in _calls_of_functions(body)}
@@ -65,7 +69,7 @@ def test_every_entry_point_is_triggered_called_or_scheduled() -> None:
     scheduled = re.findall(r'function\["(\w+)"\]\.service_config', (TERRAFORM / "scheduler.tf").read_text())
     assert entry_points()[: len(triggered)] == triggered
     assert entry_points()[-1:] == list(dict.fromkeys(scheduled))
-    assert sorted(entry_points()) == sorted([*triggered, *called_functions(), *set(scheduled)])
+    assert sorted(entry_points()) == sorted([*triggered, *called_functions(), *OLDER, *set(scheduled)])
 
 
 def test_every_entry_point_names_one_stage() -> None:
@@ -76,7 +80,7 @@ def test_every_entry_point_names_one_stage() -> None:
 
 def test_a_subworkflow_begins_with_the_word_of_the_stage_that_it_calls() -> None:
     words = words_of_entry_points()
-    assert called_functions().keys() >= {"provision", "inspect", "deploy", "teardown", "notify"}
+    assert called_functions().keys() == {"provision", "inspect", "deploy", "teardown"}
     wrong = {name: caller for name, caller in called_functions().items() if [caller.partition("_")[0]] != words[name]}
     assert wrong == {}
 

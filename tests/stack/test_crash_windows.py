@@ -22,6 +22,7 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
 from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
@@ -328,7 +329,8 @@ def test_a_job_event_during_the_callback_registration_wakes_the_execution(
 
     monkeypatch.setattr("dropforge.stages.await_.job_events.wake", wake)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
-    receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
+    data = json.dumps({**event, "error_class": "code", "message": "x"}).encode()
+    receive_job_event(data, proof(user.store.key(run), EVENT_NAME, data))
     assert called == [URL]
     monkeypatch.undo()
     end(user, run)
