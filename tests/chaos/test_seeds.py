@@ -37,6 +37,9 @@ DEFECTS = {
     (126, ("ray",)): "pods without their Ray cluster continued after the end of their run",
     (
         1073,
+        2522,
+        8150,
+        8298,
         ("gke",),
     ): "the stuck time of an attempt without job events counted from the time when its first node waited",
     (335, ("ray",)): "the cost did not include hosts that waited for the head of their Ray cluster",

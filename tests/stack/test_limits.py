@@ -12,6 +12,7 @@ from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.platforms import get_target
 from dropforge.platforms.training import Phase, launch_of
+from dropforge.run.artifacts import MANIFEST, model_prefix
 from dropforge.run.record import Record, RunState
 
 from ..deployments import here
@@ -88,9 +89,15 @@ def test_the_cloud_ends_an_attempt_whose_budget_is_spent(user: User, monkeypatch
     end(user, run)
 
 
+def has_manifest(user: User, run: str) -> bool:
+    return bool(user.store.bucket.blob(f"{model_prefix(run)}{MANIFEST}").exists())
+
+
 def test_the_endpoint_may_spend_the_rest_of_the_budget(user: User) -> None:
     limits = {"max_cost_usd": 5.0}
     run = launched(user, "silent", serve=SERVE, target=priced(user, 1), limits=limits)
+    # An attempt that waits an hour for its machine ends; this attempt has trained.
+    user.until(lambda: has_manifest(user, run))
     backdate_attempt(user, run, 60)
     assert eventually(lambda: inspect_now(run))["status"] == "SUCCEEDED"
     assert eventually(lambda: deploy(run, ME))["status"] == "READY"

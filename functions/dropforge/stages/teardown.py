@@ -117,9 +117,20 @@ def _pending(context: Context, record: Record, scope: Scope, remaining: list[str
     return Pending(wait_seconds=SLOW_RETRY_SECONDS, remaining=remaining)
 
 
+def _without_waiting_attempt(record: Record, now: datetime) -> Record:
+    """The record with the end of an attempt that was cancelled before any of its machines was seen to run.
+
+    The deletion of its own cluster takes a quarter of an hour, in which no machine runs: that time costs nothing.
+    """
+    latest = record.attempts[-1] if record.attempts else None
+    if latest is None or latest.ended or latest.running or latest.seen or record.state is not RunState.PROVISIONING:
+        return record
+    return record.with_end(latest.number, None, now)
+
+
 def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:
     record = record.claimed(execution)
     if record.execution != execution or record.state.is_terminal or scope != "run":
         return record
-    moved = record.entered(RunState.TEARING_DOWN, now)
+    moved = _without_waiting_attempt(record, now).entered(RunState.TEARING_DOWN, now)
     return moved if moved.outcome or outcome is None else moved.model_copy(update={"outcome": outcome})
