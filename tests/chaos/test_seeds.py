@@ -37,11 +37,13 @@ DEFECTS = {
     (126, ("ray",)): "pods without their Ray cluster continued after the end of their run",
     (
         1073,
-        2522,
-        8150,
-        8298,
         ("gke",),
     ): "the stuck time of an attempt without job events counted from the time when its first node waited",
+    (
+        8150,
+        tuple(TARGETS),
+    ): "a run that was cancelled while its cluster was created paid for the deletion of the cluster",
+    (2522, tuple(TARGETS)): "a slow inspection ended the attempt after its own",
     (335, ("ray",)): "the cost did not include hosts that waited for the head of their Ray cluster",
     (
         81016,
