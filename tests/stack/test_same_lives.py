@@ -170,6 +170,10 @@ class Stack:
 
     def _objects(self, run: str) -> dict[str, bytes]:
         """The names of all objects of a run, with the content of those that a history needs."""
-        found = [name for prefix in (f"runs/{run}/", names.open_object(run)) for name in self.user.store.names(prefix)]
+        found = [
+            name
+            for prefix in (f"runs/{run}/", names.open_object(run), names.key_object(run))
+            for name in self.user.store.names(prefix)
+        ]
         read = {names.record_object(run), names.ledger_object(run)}
         return {name: self.user.store.read(name).data if name in read else b"" for name in found}
