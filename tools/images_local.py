@@ -304,7 +304,8 @@ def start_train_trl(started: Container) -> str:
     spec["model"]["source"], spec["dataset"]["source"] = "gs://data/tiny", "gs://data/rows.jsonl"
     spec["evaluation"]["source"] = "gs://data/unseen.jsonl"
     spec["training"]["max_steps"] = 30
-    with BackgroundServer(emulators) as server:
+    # The container's user is another user of this machine than the stack's.
+    with BackgroundServer(emulators, is_open=True) as server:
         endpoint = {"api_endpoint": server.url}
         client = storage.Client(project="local", credentials=AnonymousCredentials(), client_options=endpoint)
         runs, data = client.create_bucket("runs"), client.create_bucket("data")

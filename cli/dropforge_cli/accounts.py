@@ -24,9 +24,10 @@ ALWAYS = (
     Permission("on_job_event", "project", "workflows.callbacks.send"),
     Permission("provision", "trainer_account", "iam.serviceAccounts.actAs"),
     Permission("notify", "run_events_topic", "pubsub.topics.publish"),
-    Permission("trainer", "runs_bucket", "storage.objects.get"),
+    Permission("trainer", "readable_objects", "storage.objects.get"),
     Permission("trainer", "job_events_topic", "pubsub.topics.publish"),
 )
+_EXAMPLE_RUN = "preflight"  # no run has this id: see names.is_run_id
 
 
 def needed(specs: Iterable[JobSpec]) -> list[Permission]:
@@ -60,10 +61,14 @@ def support_levels(project: str) -> dict[str, str]:
 
 def state(settings: Settings, use: Permission) -> str:
     """Return CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
-    access = {"principal": email(settings, use.account), "permission": use.permission}
-    body = {"accessTuple": {**access, "fullResourceName": _resource(settings, use.scope)}}
+    access = {
+        "principal": email(settings, use.account),
+        "permission": use.permission,
+        "fullResourceName": _resource(settings, use.scope),
+        **_condition_context(settings, use.scope),
+    }
     try:
-        answer = google_apis.post("policytroubleshooter", "v3/iam:troubleshoot", body)
+        answer = google_apis.post("policytroubleshooter", "v3/iam:troubleshoot", {"accessTuple": access})
     except Refused as error:
         if error.status == 403:
             raise NotAsked(f"Policy Troubleshooter refuses the caller: {error}") from None
@@ -86,10 +91,22 @@ def _resource(settings: Settings, scope: str) -> str:
     iam = f"//iam.googleapis.com/projects/{settings.project}"
     names = {
         "specs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.specs_bucket}",
-        "runs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
+        "readable_objects": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
         "run_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.run_events_topic)}",
         "job_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.job_events_topic)}",
         "trainer_account": f"{iam}/serviceAccounts/{settings.trainer_service_account}",
         "server_account": f"{iam}/serviceAccounts/{settings.server_service_account}",
     }
     return names.get(scope, f"//cloudresourcemanager.googleapis.com/projects/{settings.project}")
+
+
+def _condition_context(settings: Settings, scope: str) -> dict[str, Any]:
+    """Return the object that the condition of a grant is about: without it, the answer is UNKNOWN_CONDITIONAL.
+
+    https://cloud.google.com/policy-intelligence/docs/reference/policytroubleshooter/rest/v3/iam/troubleshoot
+    """
+    if scope != "readable_objects":
+        return {}
+    name = f"projects/_/buckets/{settings.runs_bucket}/objects/runs/{_EXAMPLE_RUN}/spec.json"
+    service = "storage.googleapis.com"
+    return {"conditionContext": {"resource": {"service": service, "type": f"{service}/Object", "name": name}}}

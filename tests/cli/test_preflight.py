@@ -40,6 +40,7 @@ class Project:
         self.unlisted = ""
         self.access: dict[str, str] = {}
         self.troubled: list[tuple[str, str, str]] = []
+        self.objects: list[str] = []
         self.gpu_zones = {"nvidia-l4": ["us-central1-a", "europe-west4-b"]}
         self.compute_quotas = [{"metric": "NVIDIA_L4_GPUS", "limit": 4.0, "usage": 2.0}]
         self.quotas: dict[str, list[tuple[dict[str, str], str | None]]] = {
@@ -90,7 +91,9 @@ class Project:
 
     def troubleshoot(self, _: Any, query: Any, body: Any) -> tuple[int, Any]:
         asked = body["accessTuple"]
-        assert set(asked) == {"principal", "fullResourceName", "permission"}
+        assert set(asked) - {"conditionContext"} == {"principal", "fullResourceName", "permission"}
+        if "conditionContext" in asked:
+            self.objects.append(asked["conditionContext"]["resource"]["name"])
         self.troubled.append((asked["principal"], asked["permission"], asked["fullResourceName"]))
         return 200, {"overallAccessState": self.access.get(asked["principal"], "CAN_ACCESS")}
 
@@ -333,6 +336,7 @@ def test_the_permissions_of_the_deployment_s_accounts_are_checked(deployed: Depl
     assert ("dropforge-provision@p.iam.gserviceaccount.com", "iam.serviceAccounts.actAs", trainer) in project.troubled
     topic = "//pubsub.googleapis.com/projects/p/topics/dropforge-job-events"
     assert ("dropforge-trainer@p.iam.gserviceaccount.com", "pubsub.topics.publish", topic) in project.troubled
+    assert project.objects == ["projects/_/buckets/p-runs/objects/runs/preflight/spec.json"]
 
 
 def test_terraform_grants_every_permission_that_preflight_checks() -> None:
