@@ -1,4 +1,4 @@
-"""What a no-op run asks of the cloud: requests by function and kind, calls of functions, and billed workflow steps.
+"""Counts the requests, the calls of functions and the billed workflow steps of a no-op run.
 
 The stack records each request of functions and containers (dropforge_local.base.recording), and its workflow engine
 counts the steps that Google would bill. Nothing here depends on the speed of the machine, except how often a function

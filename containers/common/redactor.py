@@ -19,8 +19,9 @@ class Redactor:
 
     def learn(self, names: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
         """Remember the values of the environment variables in `names` (the spec's `secrets`)."""
-        self._values += [environ[name] for name in names if environ.get(name)]
-        self._forms += [form for value in self._values for form in redacted_output.forms(value)]
+        values = [environ[name] for name in names if environ.get(name)]
+        self._values += values
+        self._forms += [form for value in values for form in redacted_output.forms(value)]
 
     def guard_output(self) -> None:
         """From now on, also redact all that this process and its children print."""

@@ -93,9 +93,9 @@ def test_every_status_that_the_workflow_branches_on_is_answered(subworkflow: str
     ("function", "subworkflow"), [("provision", "provision"), ("inspect", "await_training"), ("deploy", "deploy")]
 )
 def test_a_subworkflow_goes_round_on_statuses_that_say_when_to_call_again(function: str, subworkflow: str) -> None:
-    """An answer with `wait_seconds` is one of those that the subworkflow waits for; every other one ends it.
+    """The subworkflow waits and calls again after each answer with `wait_seconds`, and ends after each other answer.
 
-    RUNNING says when to look first: `await_training` waits for that.
+    RUNNING is an exception: its `wait_seconds` is the time until the first look of `await_training`.
     """
     waits = {answer.status for answer in ANSWERS[function] if "wait_seconds" in answer.model_fields} - {"RUNNING"}
     compared = statuses_compared(subworkflow, "result")
@@ -105,7 +105,7 @@ def test_a_subworkflow_goes_round_on_statuses_that_say_when_to_call_again(functi
 
 
 def test_every_end_of_a_subworkflow_is_an_outcome() -> None:
-    """What `run_stages` hands to `main`, which tears down and ends the run with that state."""
+    """`run_stages` returns the last answer to `main`, which tears the run down and ends it with this status."""
     handed = {"RUNNING", "READY", "WAITING", "PENDING"}
     for function in ("provision", "inspect", "deploy"):
         assert {answer.status for answer in ANSWERS[function]} - handed <= OUTCOMES

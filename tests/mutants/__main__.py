@@ -93,7 +93,7 @@ def _cases(lanes: Lanes, mutants: list[Mutant], options: argparse.Namespace) -> 
 
 
 def _reach(lanes: Lanes) -> Reach:
-    """What the tests and simulations of this tree reach: read, or recorded now."""
+    """Which functions each test and simulation of this tree reaches. Read from a file, or recorded now."""
     path = REACH.with_stem(f"{REACH.stem}-{digest()}")
     if not path.exists():
         print("recording what the tests and simulations reach", flush=True)

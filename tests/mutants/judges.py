@@ -29,9 +29,9 @@ EFFECTS = 600  # of a single run, at least
 
 
 class Scope(NamedTuple):
-    """What judges: the unit tests (none: all of UNIT), and the names of the simulations (none: all).
+    """The unit tests and the simulations, by name, that judge a mutant. No name means all of them.
 
-    record: a file for the reach of tests or simulations. is_small: the model has only a cancel.
+    `record` is the file for the functions that they reach. `is_small` restricts the model to cancels.
     """
 
     tests: tuple[str, ...] = ()

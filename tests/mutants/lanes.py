@@ -105,7 +105,10 @@ class Lanes:
         self._folder.cleanup()
 
     def record(self, unchanged: Case) -> Reach:
-        """What the tests and simulations reach, and what judges take. Raises RuntimeError if a judge finds fault."""
+        """Return the functions that tests and simulations reach, and the seconds that each judge takes.
+
+        Raises RuntimeError if a judge finds fault with the unchanged tree.
+        """
         reach = Reach()
         for verdict in self.judge([unchanged]):
             if verdict.killer:

@@ -74,7 +74,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Told:
-    """What a life left, and what it said: each list in the order of the events."""
+    """The outcome of a life: the record that it left, its run events and its messages, each in order of time."""
 
     states: list[str]
     attempts: list[tuple[int, str, str]]  # placement, region, class of the error

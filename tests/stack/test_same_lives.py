@@ -147,7 +147,7 @@ class Stack:
         self.user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
 
     def histories(self) -> dict[Life, Told]:
-        """What the lives told, once the last run events and messages have arrived."""
+        """Return the outcome of each life, once the last run events and messages have arrived."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             for _, event in self._pull():

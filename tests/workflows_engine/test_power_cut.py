@@ -15,6 +15,7 @@ from workflows_engine.engine import effect_tasks
 
 FLOW = "projects/p/locations/l/workflows/flow"
 READS = "".join(f"    - r{n}: {{call: http.get, args: {{url: 'http://peer/r{n}'}}}}\n" for n in range(20))
+LAST = "    - last: {call: http.get, args: {url: 'http://peer/last'}}\n"
 TOLD = """
 main:
   steps:
@@ -51,10 +52,13 @@ class Disk(SqliteDatabase):
         super().__init__(path)
         self._path, self.disk = path, disk
         self.syncs = 0
+        self.may_sync = asyncio.Event()
+        self.may_sync.set()
         disk.mkdir()
 
     async def durable(self, *, alone: bool = False) -> None:
         await asyncio.sleep(0)  # the fsync takes a moment
+        await self.may_sync.wait()
         for file in (self._path, self._path.with_name(f"{self._path.name}-wal")):
             shutil.copy(file, self.disk)
         self.syncs += 1
@@ -97,14 +101,22 @@ def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effect_tasks, "FLUSH_SECONDS", 3600.0)
 
 
-async def _cut_at_last(tmp_path: Path, source: str) -> tuple[list[str], list[str]]:
-    """The requests before a power cut during the request `last`, and those after it, until the execution's success."""
+async def _cut_at_last(tmp_path: Path, source: str, *, is_slow: bool = False) -> tuple[list[str], list[str]]:
+    """The requests before a power cut during the request `last`, and those after it, until the execution's success.
+
+    A slow disk syncs nothing before `last`, and then once before the power cut.
+    """
     db = Disk(tmp_path / "state.db", tmp_path / "disk")
     peer, later = Peer(db), Peer()
+    if is_slow:
+        db.may_sync.clear()
     async with running(db, peer) as engine:
         engine.deploy(FLOW, source)
         name = engine.create_execution(FLOW).name
         await asyncio.wait_for(peer.is_last.wait(), 60)
+        db.may_sync.set()
+        while is_slow and not db.syncs:
+            await asyncio.sleep(0.001)
         shutil.copytree(db.disk, tmp_path / "after")
     later.may_end.set()
     async with running(SqliteDatabase(tmp_path / "after" / "state.db"), later) as engine:
@@ -140,15 +152,6 @@ def test_reads_share_an_fsync_and_everything_else_waits_for_its_own(tmp_path: Pa
 
 def test_reads_are_on_the_disk_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effect_tasks, "FLUSH_SECONDS", 0.0)
-
-    async def work() -> None:
-        db = Disk(tmp_path / "state.db", tmp_path / "disk")
-        peer = Peer(db)
-        async with running(db, peer) as engine:
-            engine.deploy(FLOW, "main: {steps: [{last: {call: http.get, args: {url: 'http://peer/last'}}}]}")
-            engine.create_execution(FLOW)
-            await asyncio.wait_for(peer.is_last.wait(), 60)
-            while not db.syncs:
-                await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(work(), 60))
+    before, after = asyncio.run(_cut_at_last(tmp_path, f"main:\n  steps:\n{READS}{LAST}", is_slow=True))
+    assert len(before) == 21
+    assert after == before[-1:]

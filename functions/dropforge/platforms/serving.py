@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was stil
 class Deployment:
     """The endpoint of a run: all inputs for the creation of its resources.
 
-    `trained` is the attempt that succeeded, `run_key` the run's key (run/proof.py).
+    `trained` is the attempt that succeeded.
     """
 
     run: str
@@ -37,7 +37,11 @@ class Deployment:
     settings: Settings
     expires: datetime
     trained: Launch | None = None
-    run_key: str = field(default="", repr=False)
+
+    @property
+    def run_key(self) -> str:
+        """The run's key (run/proof.py); "" for a run without one."""
+        return self.trained.key if self.trained else ""
 
 
 class Server(Protocol):

@@ -171,12 +171,11 @@ def write_manifest(client: Any, bucket: str, manifest: Manifest, key: str = "") 
         except PreconditionFailed:
             present = client.bucket(bucket).get_blob(name, timeout=_TIMEOUT_SECONDS)
             generation = int(present.generation) if present else 0
-            committed = read_manifest(client, bucket, manifest.run, key)
-            if committed is None:
-                continue
-        if committed.attempt == manifest.attempt and committed.files == manifest.files:
-            return committed  # this attempt's write, whose reply was lost
-        raise Conflict(f"{manifest_uri(bucket, manifest.run)} was committed by attempt {committed.attempt}")
+            if committed := read_manifest(client, bucket, manifest.run, key):
+                if committed.attempt == manifest.attempt and committed.files == manifest.files:
+                    return committed  # this attempt's write, whose reply was lost
+                uri = manifest_uri(bucket, manifest.run)
+                raise Conflict(f"{uri} was committed by attempt {committed.attempt}") from None
     raise Conflict(f"{manifest_uri(bucket, manifest.run)} was replaced by another writer {_COMMIT_TRIES} times")
 
 
@@ -378,11 +377,8 @@ def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) 
 
 
 def _sha256_of(blob: Any) -> str:
-    digest = hashlib.sha256()
     with blob.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:

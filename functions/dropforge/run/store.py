@@ -169,14 +169,14 @@ class RunStore:
             self.mark_open(record)
         return False
 
-    def keep(self, run: str, names_: Iterable[str]) -> None:
-        """Note that training resources serve from now on. The note is durable on return."""
-        kept = list(names_)
+    def keep(self, run: str, resources: Iterable[str]) -> None:
+        """Note that training resources, given by name, serve from now on. The note is durable on return."""
+        kept = list(resources)
         self.change_ledger(run, lambda ledger: ledger.with_kept(kept))
 
-    def note(self, run: str, names_: Iterable[str], state: ResourceState) -> None:
-        """Note that resources were seen to exist (CREATED), or seen not to exist (GONE)."""
-        noted = list(names_)
+    def note(self, run: str, resources: Iterable[str], state: ResourceState) -> None:
+        """Note that resources, given by name, were seen to exist (CREATED), or seen not to exist (GONE)."""
+        noted = list(resources)
         self.change_ledger(run, lambda ledger: ledger.with_state(noted, state, self._clock.now()))
 
     def change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> Ledger:

@@ -88,9 +88,8 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _nothing_left(record, spec, began)
     if context.now() >= expires:  # the sweep would delete the endpoint at once
         return _too_late(spec, expires)
-    run_key = store.key(record.run)
-    launch = launch_of(record, spec, context.settings, run_key)
-    deployment = Deployment(record.run, spec, context.settings, expires, launch, run_key)
+    launch = launch_of(record, spec, context.settings, store.key(record.run))
+    deployment = Deployment(record.run, spec, context.settings, expires, launch)
     resources = server.resources(deployment)
     entries = [(resource.kind, resource.name) for resource in resources]
     if not store.intend_all(record, entries, record.attempt, lambda latest: latest.state is RunState.DEPLOYING):

@@ -1,4 +1,4 @@
-"""What follows the end of a run: its place goes to another run, its report is written, and everybody is told."""
+"""After a run has ended: gives its place to another run, writes its report, and tells everybody."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from dropforge_local.containers.shims import ForkServer, Shims
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shims are forked on Linux only")
 
-# What a process inherits. Its parent is the shim; the parent's numbers differ, its relations do not.
+# Prints all that a process inherits from its parent, the shim. Process ids are printed as relations ("my parent's
+# group"), since the numbers differ.
 INHERITED = """
 import json, os, resource
 limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}

@@ -1,4 +1,4 @@
-"""What target and endpoint `cloud_run` make of the answers of Cloud Run, without a server: a call, and its answer."""
+"""How target and endpoint `cloud_run` read the answers of Cloud Run. No server: each test states a call's answer."""
 
 from __future__ import annotations
 

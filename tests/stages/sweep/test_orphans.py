@@ -96,6 +96,21 @@ def test_the_reason_for_a_deletion(resource: Listed, owner: Record | None, why: 
     assert judge(resource, owner, SETTINGS, NOW) == why
 
 
+def look_and_deleted(monkeypatch: pytest.MonkeyPatch, entries: list[LedgerEntry]) -> tuple[Look, list[Orphan]]:
+    """A look of the sweep at a run with this ledger, and the list of what it deletes."""
+    deleted: list[Orphan] = []
+
+    def delete(_: Any, judged: list[Orphan]) -> Deletions:
+        deleted.extend(judged)
+        return Deletions([], [], [])
+
+    monkeypatch.setattr(orphans, "delete_orphans", delete)
+    look = object.__new__(Look)
+    look.context, look.now, look.problems = context_with(SETTINGS), NOW, []
+    vars(look.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=entries))
+    return look, deleted
+
+
 @pytest.mark.parametrize(
     ("gone", "is_orphan"),
     [
@@ -110,36 +125,18 @@ def test_a_resource_that_its_run_deleted_after_the_listing_is_no_orphan(
 ) -> None:
     state = ResourceState.GONE if gone else ResourceState.CREATED
     entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
-    deleted: list[Orphan] = []
-
-    def delete(_: Any, judged: list[Orphan]) -> Deletions:
-        deleted.extend(judged)
-        return Deletions([], [], [])
-
-    monkeypatch.setattr(orphans, "delete_orphans", delete)
-    view = object.__new__(Look)
-    view.context, view.now, view.problems = context_with(SETTINGS), NOW, []
-    view.resources, view.records = [listed()], {RUN: record(RunState.FAILED)}
-    vars(view.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
-    view.delete()
+    look, deleted = look_and_deleted(monkeypatch, [entry])
+    look.resources, look.records = [listed()], {RUN: record(RunState.FAILED)}
+    look.delete()
     assert [orphan.resource.name for orphan in deleted] == [JOB] * is_orphan
-    assert view.problems == []
+    assert look.problems == []
 
 
 def test_a_resource_whose_record_cannot_be_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    deleted: list[Orphan] = []
-
-    def delete(_: Any, judged: list[Orphan]) -> Deletions:
-        deleted.extend(judged)
-        return Deletions([], [], [])
-
-    monkeypatch.setattr(orphans, "delete_orphans", delete)
-    view = object.__new__(Look)
-    view.context, view.now, view.problems = context_with(SETTINGS), NOW, []
-    vars(view.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[]))
+    look, deleted = look_and_deleted(monkeypatch, [])
     for records, count in (({}, 0), ({RUN: None}, 1)):
-        view.resources, view.records = [listed()], records  # type: ignore[assignment]
-        view.delete()
+        look.resources, look.records = [listed()], records  # type: ignore[assignment]
+        look.delete()
         assert len(deleted) == count
 
 

@@ -173,7 +173,7 @@ def _server(launch: Launch) -> Deployment | None:
     if not isinstance(spec.serve, TrainingVmServe):
         return None
     expires = launch.deadline + timedelta(seconds=serving_seconds(spec.serve))
-    return Deployment(launch.run, spec, launch.settings, expires, launch, launch.key)
+    return Deployment(launch.run, spec, launch.settings, expires, launch)
 
 
 def _server_metadata(server: Deployment) -> dict[str, str]:
