@@ -60,6 +60,14 @@ class Run:
         return str(self.simulation.result["status"])
 
     @property
+    def seconds(self) -> float:
+        """How long the execution took by the virtual clock."""
+        record = self.simulation.record
+        assert record.started is not None
+        assert record.ended is not None
+        return record.ended - record.started
+
+    @property
     def error_class(self) -> str:
         return str(self.simulation.result["error"]["error_class"])
 
@@ -133,6 +141,16 @@ def test_a_pending_stage_is_called_again() -> None:
     )
     assert run.status == "SUCCEEDED"
     assert [run.stages.count(name) for name in ("provision", "deploy", *END)] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("where", ["provision", "deploy"])
+def test_a_cancel_ends_the_wait_of_a_stage_by_the_callback(where: str) -> None:
+    pending = {"status": "PENDING", "wait_seconds": 30}
+    waited = [
+        Run(callbacks, **{where: [pending, pending, CANCELLED], "teardown": [ended("CANCELLED")]}).seconds
+        for callbacks in ([{"timeout": True, "times": "always"}], [{"body": {}, "times": "always"}])
+    ]
+    assert waited[0] >= 2 * 30 > waited[1]  # of the virtual clock
 
 
 def test_the_training_machine_is_deleted_before_the_endpoint_is_created() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dropforge.spec import registry
 
-from .platform import Platform, Serving, Training
+from .platform import Platform, Serving, Training, Usual
 from .serving import Server
 from .training import Target
 
@@ -42,6 +42,17 @@ def owner_of(kind: str) -> Target | Server:
             if kind in part.kinds:
                 return part.load()
     raise KeyError(f"no platform declares resources of kind {kind!r}; expected it in a `kinds` of a PLATFORM")
+
+
+def usual_of(kind: str) -> Usual:
+    """How long the creation and the deletion of a resource of that kind usually take."""
+    parts = (part for platform in registry.platforms() for part in platform.parts)
+    return next((part.usual[kind] for part in parts if kind in part.usual), Usual())
+
+
+def start_seconds_of(kind: str) -> float:
+    """How long an endpoint of that type usually takes until it answers. Raises KeyError for an unknown type."""
+    return servers()[kind].start_seconds
 
 
 def platform_of(kind: str) -> Platform:

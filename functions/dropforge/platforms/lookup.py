@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import get_server, get_target, owner_of, servers, targets
+from . import get_server, get_target, owner_of, servers, start_seconds_of, targets, usual_of
+from .platform import Usual
 from .serving import Server
 from .training import Target
 
@@ -17,9 +18,14 @@ def all_adapters() -> list[Target | Server]:
 
 @dataclass(frozen=True)
 class Platforms:
-    """The platforms of a context: by the type in a spec, by the kind of a resource, and all of them."""
+    """The platforms of a context: by the type in a spec, by the kind of a resource, and all of them.
+
+    `usual` and `start_seconds` say how long a kind of resource and a type of endpoint usually take.
+    """
 
     target: Callable[[str], Target] = get_target
     server: Callable[[str], Server] = get_server
     owner: Callable[[str], Target | Server] = owner_of
     all: Callable[[], Iterable[Target | Server]] = all_adapters
+    usual: Callable[[str], Usual] = usual_of
+    start_seconds: Callable[[str], float] = start_seconds_of

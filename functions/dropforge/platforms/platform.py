@@ -6,7 +6,8 @@ the catalog, which are light. The adapters that call Google APIs are imported wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,13 @@ class Permission(NamedTuple):
     permission: str
 
 
+class Usual(NamedTuple):
+    """How many seconds the creation and the deletion of a resource usually take. Stages look again by this."""
+
+    creation: float = 30
+    deletion: float = 30
+
+
 @dataclass(frozen=True)
 class Training:
     """How a platform trains.
@@ -34,6 +42,7 @@ class Training:
     and deletes, as in the ledger. `needs` are the fields of Settings without which a deployment does not have the
     target. `permissions` are the permissions whose absence would fail a run only after its acceptance. `smoke_shows`
     are pairs of a check in docs/cloud-checklist.md and the check of `dropforge smoke` that shows it on this target.
+    `usual` has the kinds that usually take minutes.
     """
 
     spec: type[TargetSpec]
@@ -42,6 +51,7 @@ class Training:
     needs: tuple[str, ...] = ()
     permissions: tuple[Permission, ...] = ()
     smoke_shows: tuple[tuple[str, str], ...] = ()
+    usual: Mapping[str, Usual] = field(default_factory=dict)
 
     def is_enabled(self, settings: Settings) -> bool:
         """Whether the deployment has everything that the target needs."""
@@ -55,12 +65,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a platform serves a type of endpoint; see `Training` for the fields. The class implements `Server`."""
+    """How a platform serves a type of endpoint; see `Training` for the fields. The class implements `Server`.
+
+    `start_seconds`: how long it usually takes until the endpoint answers.
+    """
 
     spec: type[ServeSpec]
     adapter: str
     kinds: tuple[str, ...] = ()
     permissions: tuple[Permission, ...] = ()
+    usual: Mapping[str, Usual] = field(default_factory=dict)
+    start_seconds: float = 120
 
     def load(self) -> Server:
         """The adapter, imported on use."""

@@ -18,10 +18,10 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Failed, Pending, Ready, Superseded, failed, superseded
+from .looks import next_look_since
 from .parity import compare
 
 COMPLETION_TIMEOUT_SECONDS = 120
-RETRY_SECONDS = 5
 
 DeployAnswer = Ready | Pending | Failed | Superseded
 
@@ -200,7 +200,8 @@ def _not_ready(
     patience = timedelta(seconds=seconds(deployment.spec.serve.startup_timeout))
     ends = min(began + patience, deployment.expires)
     if context.now() < ends:
-        return Pending(wait_seconds=RETRY_SECONDS, deadline=ends.timestamp())
+        usual = context.platforms.start_seconds(deployment.spec.serve.type)
+        return Pending(wait_seconds=next_look_since(began, context.now(), usual), deadline=ends.timestamp())
     error, waited = problem(), (ends - began).total_seconds()
     if ends < began + patience:
         message = f"the budget paid for {waited:.0f} s of an endpoint that was not ready: {error.message}"

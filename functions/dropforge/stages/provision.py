@@ -16,12 +16,11 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Cancelled, Failed, Gate, Pending, Running, Succeeded, Superseded, failed, superseded
+from .looks import LONGEST_SECONDS, SHORTEST_SECONDS, next_look
 from .places import wait_for_place
 from .retries import retry_or_fail
 
 MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
-LOOK_SECONDS = 15  # how soon a pause ends for a cancel
-FIRST_LOOK_SECONDS = 2.0  # at an attempt that was launched: much that is wrong with it shows at once
 _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
 
 ProvisionAnswer = Running | Pending | Succeeded | Failed | Superseded
@@ -170,7 +169,8 @@ def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError)
 
 def _launch(context: Context, record: Record, launch: Launch) -> Running | Pending | Superseded:
     store, target, attempt = context.store, context.platforms.target(launch.spec.target.type), record.attempts[-1]
-    if not store.intend_all(record, _resources(context, launch), launch.attempt, _is_current(launch)):
+    resources = _resources(context, launch)
+    if not store.intend_all(record, resources, launch.attempt, _is_current(launch)):
         return superseded(store.record(launch.run))
     asked = context.now()
     if not target.provision(context.cloud, launch):
@@ -183,7 +183,8 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
         if waited > min(launch.timeout_seconds, patience):
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
-        return Pending(wait_seconds=2, deadline=attempt.deadline.timestamp())
+        usual = max((context.platforms.usual(kind).creation for kind, _ in resources), default=0.0)
+        return Pending(wait_seconds=next_look(waited, usual), deadline=attempt.deadline.timestamp())
     now = context.now()
     if now - attempt.started >= timedelta(seconds=WAITING_SECONDS):  # before that, the start says about the same
         store.update(launch.run, lambda latest: latest.with_launch(launch.attempt, now))
@@ -202,7 +203,8 @@ def _is_current(launch: Launch) -> Callable[[Record], bool]:
 
 
 def _running(attempt: Attempt) -> Running:
-    return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number, wait_seconds=FIRST_LOOK_SECONDS)
+    # Much that is wrong with an attempt shows as soon as it is launched.
+    return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number, wait_seconds=SHORTEST_SECONDS)
 
 
 def _moves(record: Record) -> int:
@@ -224,7 +226,7 @@ def _not_opened(context: Context, record: Record, spec: JobSpec) -> Pending | Fa
     now = context.now()
     if pause := pause_seconds(record, spec, context.settings, now):
         ends = record.began + timedelta(seconds=seconds(spec.limits.max_duration))
-        return Pending(wait_seconds=min(pause, LOOK_SECONDS), deadline=ends.timestamp())
+        return Pending(wait_seconds=min(pause, LONGEST_SECONDS), deadline=ends.timestamp())
     target = context.platforms.target(spec.target.type)
     price = target.price(spec, _moves(record) % len(spec.target.placements))
     _, limit = _deadline(record, spec, price, now)

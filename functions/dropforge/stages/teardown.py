@@ -11,15 +11,15 @@ from typing import Literal
 
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
-from dropforge.run.record import Outcome, Record, ResourceState, RunState
+from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
 from dropforge.tell.run_events import announce
 
 from .answers import Ended, Gone, Pending, Superseded, superseded
 from .ending import finish
+from .looks import next_look_since
 
 Scope = Literal["attempt", "run"]
-RETRY_SECONDS = 3
-# A cluster takes a quarter of an hour to delete. A slower deletion may never end unless a person intervenes.
+# A deletion that is slower than any cluster's may never end unless a person intervenes.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
 # Messages about an end are tried again after a pause as long as the run has ended, and not for ever.
@@ -60,7 +60,7 @@ def teardown(
         if deleted.remaining or not ends or outcome is None or record.ledger is None:
             note_gone(context, run, deleted)
         if deleted.remaining:
-            return _pending(context, record, scope, [entry.name for entry in deleted.remaining])
+            return _pending(context, record, scope, deleted.remaining)
         context.log("gone", stage="teardown", run=run, scope=scope)
         if not ends or outcome is None:
             return _gone(context, record, is_kept)
@@ -105,13 +105,14 @@ def _told(context: Context, record: Record) -> Ended | Pending:
     return Ended(state=record.state)
 
 
-def _pending(context: Context, record: Record, scope: Scope, remaining: list[str]) -> Pending:
+def _pending(context: Context, record: Record, scope: Scope, entries: list[LedgerEntry]) -> Pending:
     """Call again soon; after SLOW_AFTER, call again less often and log a warning for the alert run_stuck."""
-    ended = record.attempts[-1].ended if record.attempts else None
-    began = record.history[-1].time if scope == "run" else ended
-    now = context.now()
-    if began is None or now - began < SLOW_AFTER:
-        return Pending(wait_seconds=RETRY_SECONDS, remaining=remaining)
+    remaining = [entry.name for entry in entries]
+    ended = record.attempts[-1].ended if record.attempts and scope == "attempt" else None
+    began, now = ended or record.history[-1].time, context.now()
+    if now - began < SLOW_AFTER:
+        usual = max(context.platforms.usual(entry.kind).deletion for entry in entries)
+        return Pending(wait_seconds=next_look_since(began, now, usual), remaining=remaining)
     message = f"not gone after {(now - began).total_seconds() / 60:.0f} min"
     context.log(message, stage="teardown", run=record.run, severity="WARNING", resources=remaining)
     return Pending(wait_seconds=SLOW_RETRY_SECONDS, remaining=remaining)

@@ -23,6 +23,8 @@ from .world import PROJECT, World
 
 CLUSTER = "container.googleapis.com/Cluster"
 STANDING = "dropforge"
+# Seconds that GKE takes, slowly and usually.
+CREATION_SECONDS, DELETION_SECONDS = ((600, 1500), (200, 400)), ((300, 600), (60, 200))
 OWNERS = frozenset({"provision", "inspect"})  # the functions that may use a run's own cluster (terraform/)
 ACCOUNTS = ("dropforge-trainer", "dropforge-server")  # of the namespace of a standing cluster
 
@@ -95,7 +97,7 @@ class Gke:
         made = self._add(name, dict(wanted.resource_labels), has_ray)
         world.fact("created", type=CLUSTER, name=name, labels=made.labels)
         full = world.lasts(f"no GKE in {name.split('/')[3]}", world.faults.stockout * 0.3)
-        wait = world.duration(world.faults.slow_start, (600, 1500), (200, 400))
+        wait = world.duration(world.faults.slow_start, *CREATION_SECONDS)
         world.after(wait, lambda: self._fail(made) if full else self._run(made))
         self._perhaps_by_hand(made)
 
@@ -122,7 +124,7 @@ class Gke:
         world = self.world
         for name in [cluster.name, *cluster.api.objects]:
             world.deleting(name=name)
-        wait = world.duration(world.faults.slow_end, (300, 600), (60, 200))
+        wait = world.duration(world.faults.slow_end, *DELETION_SECONDS)
         world.after(wait / 2, cluster.api.close)
         world.after(wait, lambda: self._end(cluster))
 

@@ -14,7 +14,7 @@ from .limits import Rule, Use, training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, TERMINAL, At, Life, duration_of, seconds_of
 
 RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 2}
-CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 15 s at most
+CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 30 s at most
 START_SECONDS = 1200.0  # the default of startup_timeout
 FUNCTION_SECONDS = 540.0  # the time-out of a function
 LOST_REPLY_SECONDS = 60.0  # a client waits so long at most for a reply that is lost

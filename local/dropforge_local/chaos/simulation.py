@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from . import focus
 from .cloud import Cloud
@@ -11,6 +12,7 @@ from .faults import Strike
 from .history import History
 from .scheduler import START
 from .specs import TARGETS, clusters
+from .trainer import Work
 from .workload import Workload
 from .world import World
 
@@ -64,6 +66,18 @@ def run_focused(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     }
     focus.arm(world, cloud, aim)
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
+
+
+def run_alone(spec: dict[str, Any], work: Work, cancel_after: float | None = None) -> History:
+    """The history of one run of this spec without any fault. A user may cancel it so many seconds after its drop."""
+    world = World(0, Strike(0, ""))
+    cloud = Cloud(world, clusters([spec["target"]["type"]]))
+    workload = Workload(world, cloud, [spec["target"]["type"]])
+    workload.begin_alone(spec, work)
+    if cancel_after is not None:
+        world.after(1 + cancel_after, workload.cancel_all)
+    world.calm = START
+    return _live(world, cloud, START + SETTLE_SECONDS)
 
 
 def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True) -> History:

@@ -46,8 +46,10 @@ class Workload:
 
     def begin_single(self) -> None:
         """Plan one run with a full spec and a preemption."""
-        spec = specs.whole(self.targets[0])
-        work = Work(total=300.0, metric=0.9, fates=["preempted"])
+        self.begin_alone(specs.whole(self.targets[0]), Work(total=300.0, metric=0.9, fates=["preempted"]))
+
+    def begin_alone(self, spec: dict[str, Any], work: Work) -> None:
+        """Plan one run of this spec, with this training."""
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
 
     def begin_focused(self) -> None:

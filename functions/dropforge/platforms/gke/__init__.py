@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dropforge.platforms.platform import Permission, Platform, Serving, Training
+from dropforge.platforms.platform import Permission, Platform, Serving, Training, Usual
 
 from .spec import GkeServe, GkeTarget
 
@@ -21,6 +21,7 @@ PLATFORM = Platform(
         needs=("gke_cluster",),
         permissions=(Permission("provision", "clusters", "container.clusters.connect"),),
         smoke_shows=(("gke-driver", "accelerator-seen"),),
+        usual={"container.googleapis.com/Cluster": Usual(creation=480, deletion=240)},
     ),
     serving=(
         Serving(
@@ -32,6 +33,7 @@ PLATFORM = Platform(
                 "monitoring.googleapis.com/PodMonitoring",
             ),
             permissions=(Permission("deploy", "clusters", "container.clusters.connect"),),
+            start_seconds=300,  # for a machine, the image and the weights
         ),
     ),
     services=("compute", "container"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dropforge.platforms.platform import Permission, Platform, Serving, Training
+from dropforge.platforms.platform import Permission, Platform, Serving, Training, Usual
 
 from .spec import TpuVmServe, TpuVmTarget, TrainingVmServe
 
@@ -15,6 +15,10 @@ PLATFORM = Platform(
         needs=("train_maxtext_image",),
         permissions=(Permission("provision", "tpus", "tpu.nodes.create"),),
         smoke_shows=(("tpu-rights", "run-states"), ("tpu-all-zones", "training-labels")),
+        usual={
+            "tpu.googleapis.com/QueuedResource": Usual(deletion=120),
+            "tpu.googleapis.com/Node": Usual(deletion=120),
+        },
     ),
     serving=(
         Serving(
@@ -24,8 +28,9 @@ PLATFORM = Platform(
                 Permission("deploy", "server_account", "iam.serviceAccounts.actAs"),
                 Permission("deploy", "tpus", "tpu.nodes.create"),
             ),
+            start_seconds=480,  # for a machine, the image, the weights and the compilation
         ),
-        Serving(spec=TrainingVmServe, adapter="dropforge.platforms.tpu_vm.training_vm:TrainingVm"),
+        Serving(spec=TrainingVmServe, adapter="dropforge.platforms.tpu_vm.training_vm:TrainingVm", start_seconds=240),
     ),
     services=("compute", "tpu"),
 )
