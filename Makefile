@@ -49,6 +49,7 @@ check: $(STAMP) ## formatting, lint, types, imports, generated files
 	@$(BIN)/python tools/schemas.py --check
 	@$(BIN)/python tools/lock.py --check
 	@$(BIN)/python tools/tables.py --check
+	@$(BIN)/python tools/spec_reference.py --check
 
 format: $(STAMP) ## rewrite the code in the house's format
 	@$(BIN)/ruff format .
@@ -87,8 +88,15 @@ deploy: ## deploy to Google Cloud (PROJECT_ID=… REGION=…); shows its plan an
 destroy: ## remove a deployment (PROJECT_ID=… REGION=…); shows its plan and asks
 	@tools/deploy.sh destroy $(PROJECT_ID) $(REGION)
 
-tables: $(STAMP) ## regenerate the table of permissions in docs/security.md
+tables: $(STAMP) ## regenerate the tables of permissions and of the spec's fields in docs/
 	@$(BIN)/python tools/tables.py
+	@$(BIN)/python tools/spec_reference.py
+
+# Not --quiet: that hides the warnings that `strict` counts.
+docs: $(STAMP) ## build the documentation as a site: build/site/index.html
+	@$(BIN)/python tools/docs_env.py build/docs > /dev/null
+	@NO_MKDOCS_2_WARNING=1 build/docs/bin/python -P -m mkdocs build 2> build/docs.log || { cat build/docs.log; exit 1; }
+	@echo build/site/index.html
 
 checkov: build/checkov/bin/checkov ## check terraform/ by Checkov's rules, in an environment of its own
 	@build/checkov/bin/checkov --config-file .checkov.yaml
@@ -100,4 +108,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash fuzz mutants lock registry images images-local deploy destroy tables checkov clean
+.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean

@@ -20,7 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPOSSIBLE = 3  # the exit code of a tool whose environment this machine cannot have
 MAKERS = pytest.StashKey[dict[str, "Maker"]]()
 COLLECTED = pytest.StashKey[frozenset[str]]()  # the names of the modules that the collection imported
-TOOLS = {"maxtext_environment": "maxtext_env.py", "vllm_environment": "vllm_env.py"}  # by the fixture
+TOOLS = {  # by the fixture
+    "maxtext_environment": "maxtext_env.py",
+    "vllm_environment": "vllm_env.py",
+    "docs_environment": "docs_env.py",
+}
 
 # Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -115,6 +119,12 @@ def vllm_environment(pytestconfig: pytest.Config) -> Path:
     Skip the test if the machine is no Linux on x86-64 with Python 3.11.
     """
     return made(pytestconfig, "vllm_environment")
+
+
+@pytest.fixture(scope="session")
+def docs_environment(pytestconfig: pytest.Config) -> Path:
+    """Return build/docs, which has MkDocs in the version of its lock file."""
+    return made(pytestconfig, "docs_environment")
 
 
 def made(config: pytest.Config, fixture: str) -> Path:

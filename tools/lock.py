@@ -132,6 +132,13 @@ LOCKS = (
         "containers/serve_vllm_tpu/requirements.lock.txt",
         "The serving environment for TPUs without PyTorch: vllm-tpu with what it needs, and dropforge's Google client.",
     ),
+    Lock(
+        "tools/docs.lock.txt",
+        "What builds the documentation's site (`make docs`).",
+        "tools/docs.txt",
+        pythons=("3.11", "3.12", "3.13"),
+        platforms=LAPTOPS,
+    ),
 )
 
 

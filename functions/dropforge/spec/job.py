@@ -28,10 +28,23 @@ RESERVED_LABELS = "dropforge-"
 class Model(Part):
     """The base model: a Hugging Face Hub id, or a gs:// prefix with the files that `save_pretrained` writes."""
 
-    source: str = Field(min_length=1, max_length=1024, examples=["google/gemma-2b", "gs://bucket/models/tiny"])
-    revision: str = Field(default="main", min_length=1, max_length=255)
-    trust_remote_code: bool = False
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
+    source: str = Field(
+        min_length=1,
+        max_length=1024,
+        examples=["google/gemma-2b", "gs://bucket/models/tiny"],
+        description="A Hugging Face Hub id (`owner/name`), or a `gs://` prefix.",
+    )
+    revision: str = Field(
+        default="main",
+        min_length=1,
+        max_length=255,
+        description="Branch, tag or commit of the Hub; the run records the commit.",
+    )
+    trust_remote_code: bool = Field(default=False, description="Run the Python code that the model's repository ships.")
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = Field(
+        default="auto",
+        description="The attention kernel, by its name in transformers; auto: the image's fastest.",
+    )
 
     @field_validator("source")
     @classmethod
@@ -42,21 +55,33 @@ class Model(Part):
 class Columns(Part):
     """How a row becomes a prompt and a completion: templates over the row's columns, as in `"Question: {question}"`."""
 
-    prompt: str = Field(min_length=1, max_length=8192)
-    completion: str = Field(min_length=1, max_length=8192)
-    system: str | None = Field(default=None, max_length=8192)
+    prompt: str = Field(
+        min_length=1, max_length=8192, description="The user's message; `{column}` stands for the value of a column."
+    )
+    completion: str = Field(min_length=1, max_length=8192, description="The answer to learn.")
+    system: str | None = Field(default=None, max_length=8192, description="The system message of every row.")
 
 
 class Dataset(Part):
     """The training data: a Hugging Face Hub id, or a gs:// URI of a .jsonl, .json, .csv or .parquet object."""
 
-    source: str = Field(min_length=1, max_length=1024, examples=["b-mc2/sql-create-context", "gs://bucket/data.jsonl"])
-    config: str | None = None
-    revision: str = Field(default="main", min_length=1, max_length=255)
-    split: str = Field(default="train", min_length=1, max_length=255)
+    source: str = Field(
+        min_length=1,
+        max_length=1024,
+        examples=["b-mc2/sql-create-context", "gs://bucket/data.jsonl"],
+        description="A Hugging Face Hub id (`owner/name`), or a `gs://` URI.",
+    )
+    config: str | None = Field(default=None, description="The configuration of a Hub data set that has several.")
+    revision: str = Field(default="main", min_length=1, max_length=255, description="Branch, tag or commit of the Hub.")
+    split: str = Field(default="train", min_length=1, max_length=255, description="The split of a Hub data set.")
     limit: int | None = Field(default=None, ge=2, le=1_000_000_000, description="Rows used, after a seeded shuffle.")
-    format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = "auto"
-    columns: Columns | None = None
+    format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = Field(
+        default="auto",
+        description="The form of a row; auto: the templates of `columns`, else the first form that fits the first row.",
+    )
+    columns: Columns | None = Field(
+        default=None, description="Templates that make a prompt and a completion of each row."
+    )
 
     @field_validator("source")
     @classmethod
@@ -77,7 +102,7 @@ class Dataset(Part):
 class SyntheticDataset(Part):
     """Random tokens, as MaxText's `dataset_type: synthetic`: they measure the machines and teach the model nothing."""
 
-    type: Literal["synthetic"]
+    type: Literal["synthetic"] = Field(description="Random tokens.")
     rows: int = Field(default=1024, ge=1, le=100_000, description="Sequences of training.max_length tokens.")
 
     @property
@@ -99,27 +124,37 @@ AnyDataset = Annotated[
 class NoAdapter(Part):
     """Full fine-tuning: every weight is trained."""
 
-    type: Literal["none"]
+    type: Literal["none"] = Field(description="Full fine-tuning.")
 
 
 class LoraAdapter(Part):
     """Low-rank adapters on a frozen base (PEFT LoraConfig)."""
 
-    type: Literal["lora"]
-    r: int = Field(default=16, ge=1, le=512)
-    alpha: int = Field(default=32, ge=1, le=2048)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    type: Literal["lora"] = Field(description="LoRA on an unquantised base.")
+    r: int = Field(default=16, ge=1, le=512, description="Rank of the adapter's matrices.")
+    alpha: int = Field(
+        default=32, ge=1, le=2048, description="Scale of the adapter: its output is multiplied by alpha / r."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that a step drops.")
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Linear layers with an adapter; all-linear: all of the language model but the output.",
+    )
 
 
 class QloraAdapter(Part):
     """LoRA on a base quantised to 4 bits (bitsandbytes NF4, double quantisation)."""
 
-    type: Literal["qlora"]
-    r: int = Field(default=16, ge=1, le=512)
-    alpha: int = Field(default=32, ge=1, le=2048)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    type: Literal["qlora"] = Field(description="LoRA on a base of 4 bits.")
+    r: int = Field(default=16, ge=1, le=512, description="Rank of the adapter's matrices.")
+    alpha: int = Field(
+        default=32, ge=1, le=2048, description="Scale of the adapter: its output is multiplied by alpha / r."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that a step drops.")
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Linear layers with an adapter; all-linear: all of the language model but the output.",
+    )
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type")]
@@ -131,31 +166,51 @@ class Training(Part):
     sft starts with the model's weights. pretrain starts with random weights; the model gives shapes and tokenizer.
     """
 
-    method: Literal["sft", "pretrain"] = "sft"
-    adapter: Adapter = LoraAdapter(type="lora")
-    epochs: float = Field(default=1, gt=0, le=1000)
+    method: Literal["sft", "pretrain"] = Field(
+        default="sft",
+        description="sft: supervised fine-tuning of the model. pretrain: random weights learn synthetic data.",
+    )
+    adapter: Adapter = Field(
+        default=LoraAdapter(type="lora"), description="What is trained: an adapter, or every weight (none)."
+    )
+    epochs: float = Field(default=1, gt=0, le=1000, description="How often the training uses each row.")
     max_steps: int | None = Field(
         default=None, ge=1, le=1_000_000_000, description="Optimiser steps; overrides epochs."
     )
-    learning_rate: float = Field(default=2e-4, gt=0, le=0.1)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0, le=1_000_000_000)
+    learning_rate: float = Field(default=2e-4, gt=0, le=0.1, description="The highest learning rate of the schedule.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        default="cosine", description="How the learning rate changes after the warm-up."
+    )
+    warmup_ratio: float = Field(
+        default=0.03, ge=0, lt=1, description="Share of the steps in which the learning rate rises from 0."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, le=1, description="AdamW's weight decay.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, le=1_000_000_000, description="Longer gradients are scaled down to this norm."
+    )
     per_device_train_batch_size: int | None = Field(
         default=None,
         ge=1,
         le=4096,
         description="Rows; with packing true, blocks of max_length tokens. Default: by device.",
     )
-    gradient_accumulation_steps: int = Field(default=1, ge=1, le=4096)
-    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=4096, description="Batches of each device that one optimiser step adds up."
+    )
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default="auto", description="Recompute activations to save memory; auto: if they would not fit otherwise."
+    )
     max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")
-    packing: Literal["auto"] | bool = "auto"
+    packing: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Several short rows in one sequence; auto: on a GPU. With true, a batch counts sequences.",
+    )
     checkpoint_steps: int = Field(
         default=100, ge=1, le=1_000_000_000, description="Optimiser steps between checkpoints."
     )
-    seed: int = Field(default=42, ge=0, lt=2**32)
+    seed: int = Field(
+        default=42, ge=0, lt=2**32, description="Of the order of the rows, the held-out rows, new weights and dropout."
+    )
 
 
 Bound = Annotated[float, Field(ge=-1_000_000_000, le=1_000_000_000)]
@@ -164,9 +219,11 @@ Bound = Annotated[float, Field(ge=-1_000_000_000, le=1_000_000_000)]
 class Gate(Part):
     """The metric that the model must reach on the held-out rows before it is served."""
 
-    metric: Literal["exact_match", "loss"] = "exact_match"
-    min: Bound | None = None
-    max: Bound | None = None
+    metric: Literal["exact_match", "loss"] = Field(
+        default="exact_match", description="The metric on the held-out rows after training."
+    )
+    min: Bound | None = Field(default=None, description="The least value that passes.")
+    max: Bound | None = Field(default=None, description="The greatest value that passes.")
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Gate:
@@ -198,9 +255,11 @@ class Evaluation(Part):
     holdout_fraction: float = Field(
         default=0.05, gt=0, le=0.5, description="Of the training rows; unused with `source` or `split`."
     )
-    max_rows: int = Field(default=200, ge=1, le=10_000)
-    max_new_tokens: int = Field(default=128, ge=1, le=8192)
-    gate: Gate | None = None
+    max_rows: int = Field(default=200, ge=1, le=10_000, description="Most held-out rows that are evaluated.")
+    max_new_tokens: int = Field(default=128, ge=1, le=8192, description="Most tokens of an answer.")
+    gate: Gate | None = Field(
+        default=None, description="The bound that the model must reach; without it, the run serves every model."
+    )
 
     @field_validator("source")
     @classmethod
@@ -217,14 +276,14 @@ class Retry(Part):
     Every other class ends the run at once, because a new attempt could not help.
     """
 
-    preempted: Retries = 10
+    preempted: Retries = Field(default=10, description="The cloud took the machine back.")
     infrastructure: Retries = Field(default=3, description="The machine was lost without notice.")
     stockout: Retries = Field(default=10, description="At the next placement; after the last, the first, later.")
-    quota: Retries = Field(default=10, description="Likewise.")
-    transient: Retries = 3
+    quota: Retries = Field(default=10, description="At the next placement; after the last, the first, later.")
+    transient: Retries = Field(default=3, description="A service failed for a moment.")
     stuck: Retries = Field(default=2, description="With on_stuck 'restart'.")
-    out_of_memory: Retries = 0
-    code: Retries = 0
+    out_of_memory: Retries = Field(default=0, description="The container needed more memory than the machine has.")
+    code: Retries = Field(default=0, description="The training failed for another reason.")
 
 
 class Limits(Part):
@@ -235,19 +294,26 @@ class Limits(Part):
         default=None, gt=0, le=1_000_000_000, description="Of training and endpoint together."
     )
     max_attempts: int = Field(default=20, ge=1, le=50, description="Of all classes of `retry` together.")
-    retry: Retry = Retry()
+    retry: Retry = Field(default=Retry(), description="How often a new attempt follows each class of failure.")
     stuck_after: Duration = Field(default="1h", description="Without progress; more than model and data take to load.")
-    on_stuck: Literal["notify", "restart", "fail"] = "notify"
+    on_stuck: Literal["notify", "restart", "fail"] = Field(
+        default="notify",
+        description="What follows `stuck_after` without progress: a notice, a new attempt, or the end of the run.",
+    )
 
 
 class SlackNotify(Part):
     """A Slack incoming webhook, by the name of the Secret Manager secret that holds its URL."""
 
-    webhook_secret: SecretName
+    webhook_secret: SecretName = Field(description="The name of the secret that holds the webhook's URL.")
 
 
 class Notify(Part):
-    slack: SlackNotify | None = None
+    """The channels that tell people about the run."""
+
+    slack: SlackNotify | None = Field(
+        default=None, description="Messages to Slack; default: the deployment's webhook, if it has one."
+    )
 
 
 class JobSpec(Part):
@@ -255,19 +321,28 @@ class JobSpec(Part):
 
     model_config = ConfigDict(title="dropforge job spec", defer_build=True)  # until the platforms are known
 
-    schema_uri: str | None = Field(default=None, alias="$schema")
-    api_version: Literal["dropforge/v1"]
-    name: Name
-    model: Model
-    dataset: AnyDataset
-    training: Training = Training()
-    target: AnyTarget
-    evaluation: Evaluation | None = None
-    serve: AnyServe | None
-    limits: Limits = Limits()
-    notify: Notify = Notify()
-    secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(default={}, max_length=32)
-    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(default={}, max_length=32)
+    schema_uri: str | None = Field(default=None, alias="$schema", description="For editors: the URI of this schema.")
+    api_version: Literal["dropforge/v1"] = Field(description="The version of the job spec.")
+    name: Name = Field(description="A name for people; also the name of the served model. It need not be unique.")
+    model: Model = Field(description="The base model.")
+    dataset: AnyDataset = Field(description="The training data.")
+    training: Training = Field(default=Training(), description="How to train.")
+    target: AnyTarget = Field(description="Where to train.")
+    evaluation: Evaluation | None = Field(
+        default=None,
+        description="How good the model is, before and after; default: the training reports its loss only.",
+    )
+    serve: AnyServe | None = Field(description="Where to serve the model; null: train only.")
+    limits: Limits = Field(default=Limits(), description="The most that the run may cost, last and retry.")
+    notify: Notify = Field(default=Notify(), description="Who gets messages about the run.")
+    secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(
+        default={},
+        max_length=32,
+        description="Environment variables of the training, each with the name of a secret: `NAME` or `NAME:VERSION`.",
+    )
+    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(
+        default={}, max_length=32, description="Labels of the run and of every resource that it creates."
+    )
 
     @property
     def sources(self) -> dict[str, str]:

@@ -70,7 +70,7 @@ class PlacementSpec(Protocol):
 class Placement(Part):
     """Where an attempt may run; tried in the order given."""
 
-    region: Region
+    region: Region = Field(description="A region of Google Cloud.")
     max_wait: Duration | None = Field(
         default=None, description="How long to wait for capacity before the next placement; default: 30m."
     )

@@ -31,18 +31,23 @@ if TYPE_CHECKING:
 class CloudRunTarget(TargetSpec):
     """A Cloud Run job with one GPU (https://cloud.google.com/run/docs/configuring/jobs/gpu)."""
 
-    type: Literal["cloud_run"]
-    accelerator: str = "nvidia-l4"
-    cpu: int = Field(default=8, ge=1, le=64)
-    memory_gib: int = Field(default=32, ge=1, le=512)
-    zonal_redundancy: bool = False
+    type: Literal["cloud_run"] = Field(description="A Cloud Run job.")
+    accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")
+    cpu: int = Field(default=8, ge=1, le=64, description="CPUs of the task.")
+    memory_gib: int = Field(default=32, ge=1, le=512, description="Memory of the task.")
+    zonal_redundancy: bool = Field(
+        default=False,
+        description="Ask for a GPU that survives the loss of a zone; it costs more, and has another quota.",
+    )
     disk_gib: int | None = Field(
         default=None,
         ge=10,
         le=1000,
         description="An ephemeral disk for weights, data and checkpoints (Preview). Default: files take memory.",
     )
-    placements: list[Placement] = Field(min_length=1, max_length=20)
+    placements: list[Placement] = Field(
+        min_length=1, max_length=20, description="Regions, in the order in which attempts try them."
+    )
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, le=1_000_000, description="Price of the machine, if dropforge does not know it."
     )
@@ -96,15 +101,17 @@ class CloudRunServe(ServeSpec):
     is_private = False
     has_key = False
 
-    type: Literal["cloud_run"]
-    accelerator: str = "nvidia-l4"
-    cpu: int = Field(default=8, ge=1, le=64)
-    memory_gib: int = Field(default=32, ge=1, le=512)
+    type: Literal["cloud_run"] = Field(description="A Cloud Run service.")
+    accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")
+    cpu: int = Field(default=8, ge=1, le=64, description="CPUs of an instance.")
+    memory_gib: int = Field(default=32, ge=1, le=512, description="Memory of an instance.")
     region: Region | None = Field(default=None, description="Default: the target's first placement.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
-    min_instances: int = Field(default=0, ge=0, le=100)
-    max_instances: int = Field(default=1, ge=1, le=100)
+    min_instances: int = Field(
+        default=0, ge=0, le=100, description="Instances that run without requests; 0: the service scales to zero."
+    )
+    max_instances: int = Field(default=1, ge=1, le=100, description="Most instances; the budget counts all of them.")
     startup_timeout: Duration = Field(default="20m", description="At most 30m, Cloud Run's limit with a GPU.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(

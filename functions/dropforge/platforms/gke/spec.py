@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class GkePlacement(Placement):
     """A region of GKE and the kind of capacity to request there."""
 
-    capacity: Capacity = "on_demand"
+    capacity: Capacity = Field(
+        default="on_demand", description="on_demand, spot, flex_start (Dynamic Workload Scheduler), or a reservation."
+    )
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
 
     @model_validator(mode="after")
@@ -83,22 +85,26 @@ class ClusterTarget(TargetSpec):
 class GkeTarget(ClusterTarget):
     """A Kubernetes Job on GKE Autopilot: one or several nodes with the same GPUs, sharded by FSDP2."""
 
-    type: Literal["gke"]
-    accelerator: str = "nvidia-l4"
+    type: Literal["gke"] = Field(description="A Kubernetes Job on GKE Autopilot.")
+    accelerator: str = Field(default="nvidia-l4", description="The GPU, by GKE's name.")
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
-    nodes: int = Field(default=1, ge=1, le=64)
+    nodes: int = Field(
+        default=1, ge=1, le=64, description="Nodes with the same GPUs; the model is sharded over all of them."
+    )
     node_network: Literal["rdma", "tcp"] = Field(
         default="rdma",
         description="Of several nodes. dropforge sets up no RDMA yet: 'tcp' accepts that GPUs wait for the network.",
     )
-    cluster: GkeCluster = GkeCluster()
+    cluster: GkeCluster = Field(default=GkeCluster(), description="The cluster of an attempt.")
     cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
     memory_gib: int | None = Field(
         default=None, ge=1, le=4000, description="Of each node; default: Autopilot's for the GPU."
     )
     shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
     ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
-    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    placements: list[GkePlacement] = Field(
+        min_length=1, max_length=20, description="Regions and capacities, in the order in which attempts try them."
+    )
     price_usd_per_hour: float | None = Field(
         default=None,
         gt=0,
@@ -160,24 +166,26 @@ class GkeTarget(ClusterTarget):
 class GkeServe(ServeSpec):
     """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster, reached inside the VPC only."""
 
-    type: Literal["gke"]
-    accelerator: str = "nvidia-l4"
+    type: Literal["gke"] = Field(description="A Deployment on GKE Autopilot.")
+    accelerator: str = Field(default="nvidia-l4", description="The GPU, by GKE's name.")
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
     region: Region | None = Field(default=None, description="Default: the target's first placement.")
     cluster: ClusterName | None = Field(
         default=None, description="Default: the target's cluster, else the deployment's."
     )
-    capacity: Capacity = "on_demand"
+    capacity: Capacity = Field(default="on_demand", description="on_demand, spot, flex_start, or a reservation.")
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
     memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: Autopilot's for the accelerator.")
-    ephemeral_storage_gib: int = Field(default=20, ge=10, le=6000)
+    ephemeral_storage_gib: int = Field(
+        default=20, ge=10, le=6000, description="Disk of an instance; the weights are streamed and need none."
+    )
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
-    min_instances: int = Field(default=1, ge=1, le=100)
+    min_instances: int = Field(default=1, ge=1, le=100, description="Instances that always run.")
     max_instances: int = Field(default=1, ge=1, le=100, description="More than min_instances: scaled by the queue.")
     target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
-    startup_timeout: Duration = "30m"
+    startup_timeout: Duration = Field(default="30m", description="From the request to an answer.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, le=1_000_000, description="Price of an instance, if dropforge does not know it."

@@ -31,16 +31,18 @@ class RayTarget(ClusterTarget):
     trainer = "maxtext"
     cluster_addons = {"addonsConfig": {"rayOperatorConfig": {"enabled": True}}}
 
-    type: Literal["ray"]
+    type: Literal["ray"] = Field(description="A RayJob on GKE.")
     accelerator: str = Field(default="tpu-v6e-slice", description="GKE's name of the TPU generation.")
     topology: str = Field(default="4x4", description="Chips of the slice; hosts and their chips follow from it.")
-    cluster: GkeCluster = GkeCluster()
+    cluster: GkeCluster = Field(default=GkeCluster(), description="The cluster of an attempt, with the Ray operator.")
     head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
     head_memory_gib: int = Field(default=100, ge=1, le=1000, description="The head holds the model twice, in 32 bits.")
     head_storage_gib: int = Field(
         default=200, ge=10, le=6000, description="The head's disk, for weights before and after training."
     )
-    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    placements: list[GkePlacement] = Field(
+        min_length=1, max_length=20, description="Regions and capacities, in the order in which attempts try them."
+    )
     price_usd_per_hour: float | None = Field(
         default=None,
         gt=0,

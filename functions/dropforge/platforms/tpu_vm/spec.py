@@ -30,8 +30,10 @@ BOOT_DISK_FREE_GIB = 60
 class TpuVmPlacement(Part):
     """A zone with TPUs and the kind of capacity to request there."""
 
-    zone: Zone
-    capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = "on_demand"
+    zone: Zone = Field(description="A zone of Google Cloud.")
+    capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = Field(
+        default="on_demand", description="on_demand, spot, guaranteed (the queue only), or a reservation."
+    )
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     max_wait: Duration | None = Field(
         default=None,
@@ -58,14 +60,20 @@ class TpuVmTarget(TargetSpec):
     trainer = "maxtext"
     placement_key = "zone"
 
-    type: Literal["tpu_vm"]
-    accelerator_type: str = Field(default="v5litepod-8", examples=["v5litepod-8", "v6e-4"])
+    type: Literal["tpu_vm"] = Field(description="A Cloud TPU VM.")
+    accelerator_type: str = Field(
+        default="v5litepod-8",
+        examples=["v5litepod-8", "v6e-4"],
+        description="Generation and size, by the TPU API's name; one machine.",
+    )
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
     queued: bool = Field(
         default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
     )
     data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
-    placements: list[TpuVmPlacement] = Field(min_length=1, max_length=20)
+    placements: list[TpuVmPlacement] = Field(
+        min_length=1, max_length=20, description="Zones and capacities, in the order in which attempts try them."
+    )
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, le=1_000_000, description="Price of the machine, if dropforge does not know it."
     )
@@ -146,7 +154,7 @@ class TrainingVmServe(OneMachine):
     keeps_machine = True
     has_key = False  # the server runs as the trainer, which may not read the key of all endpoints
 
-    type: Literal["training_vm"]
+    type: Literal["training_vm"] = Field(description="The TPU VM that trained.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
     startup_timeout: Duration = Field(default="30m", description="From the end of the training to an answer.")
@@ -164,14 +172,16 @@ class TrainingVmServe(OneMachine):
 class TpuVmServe(OneMachine):
     """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
 
-    type: Literal["tpu_vm"]
+    type: Literal["tpu_vm"] = Field(description="A separate Cloud TPU VM.")
     accelerator_type: str = Field(default="v5litepod-8", description="The model is on all of its chips.")
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
     zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
     queued: bool = Field(
         default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
     )
-    capacity: Literal["on_demand", "spot", "reservation"] = "on_demand"
+    capacity: Literal["on_demand", "spot", "reservation"] = Field(
+        default="on_demand", description="on_demand, spot, or a reservation."
+    )
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
