@@ -40,3 +40,17 @@ def test_every_command_has_help(dropforge: Run, name: str) -> None:
     result = dropforge(name, "--help")
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: cli {name}")
+
+
+GALLERY = re.findall(
+    r"\(\.\./(examples/[\w.-]+\.json)\) .* (\$[\d.,]+) \|$", (ROOT / "docs" / "gallery.md").read_text(), re.M
+)
+
+
+def test_the_gallery_has_every_example() -> None:
+    assert {path for path, _ in GALLERY} == {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.json")}
+
+
+@pytest.mark.parametrize(("path", "price"), GALLERY)
+def test_the_gallery_has_the_worst_case_of_plan(dropforge: Run, path: str, price: str) -> None:
+    assert f"worst case  {price} in all" in dropforge("plan", str(ROOT / path)).output
