@@ -96,7 +96,7 @@ tables: $(STAMP) ## regenerate the tables of permissions and of the spec's field
 docs: $(STAMP) ## build the documentation as a site: build/site/index.html
 	@$(BIN)/python tools/docs_env.py build/docs > /dev/null
 	@NO_MKDOCS_2_WARNING=1 build/docs/bin/python -P -m mkdocs build 2> build/docs.log || { cat build/docs.log; exit 1; }
-	@echo build/site/index.html
+	@echo "build/site/index.html; with search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 checkov: build/checkov/bin/checkov ## check terraform/ by Checkov's rules, in an environment of its own
 	@build/checkov/bin/checkov --config-file .checkov.yaml
