@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,8 +32,10 @@ from .job import Job
 from .outcome import Outcome
 from .redactor import Redactor
 
-PROGRESS_SECONDS = 2.0
-PROGRESS_STEPS = 20
+# Each event costs a message, a call of a function and a write. The longer the training, the rarer its events.
+PROGRESS_SECONDS, PROGRESS_MOST_SECONDS = 2.0, 30.0  # between two events
+PROGRESS_SHARE = 0.01  # of the time trained so far
+PROGRESS_STEPS, PROGRESS_STEPS_SECONDS = 20, 60.0  # so many steps are an event, too, while the training is that short
 FLUSH_SECONDS = 10.0
 _PUBLISH_SECONDS = 20.0
 _QUEUE_EVENTS = 256
@@ -128,19 +131,27 @@ class Reporter:
                     log(message, stage="train", run=self._job.run, severity="WARNING")
 
 
+def progress_seconds(trained: float) -> float:
+    """The time between two progress events after `trained` seconds of training: from 2 to 30 seconds."""
+    return min(max(PROGRESS_SECONDS, PROGRESS_SHARE * trained), PROGRESS_MOST_SECONDS)
+
+
 class ProgressMeter:
     """Decides when to report progress, and measures the speed from the trainer's step and token counts."""
 
-    def __init__(self, reporter: Reporter, total_steps: int) -> None:
+    def __init__(self, reporter: Reporter, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._reporter = reporter
+        self._clock = clock
         self._total = total_steps
+        self._began = 0.0
         self._last: tuple[int, int, float] | None = None
         self._loss: float | None = None
         self._learning_rate: float | None = None
 
     def begin(self, step: int, tokens: int) -> None:
         """Training starts, or resumes, at `step`."""
-        self._last = (step, tokens, time.monotonic())
+        self._began = self._clock()
+        self._last = (step, tokens, self._began)
 
     def note(self, loss: float | None, learning_rate: float | None) -> None:
         """Keep the latest logged loss and learning rate; None keeps the previous value."""
@@ -151,10 +162,12 @@ class ProgressMeter:
         """Count a finished step; report it if a report is due, and always report the last step."""
         assert self._last is not None, "call begin first"
         before, tokens_before, then = self._last
-        elapsed = time.monotonic() - then
-        if step < self._total and step - before < PROGRESS_STEPS and elapsed < PROGRESS_SECONDS:
+        now = self._clock()
+        elapsed, trained = now - then, now - self._began
+        is_many = step - before >= PROGRESS_STEPS and trained < PROGRESS_STEPS_SECONDS
+        if step < self._total and not is_many and elapsed < progress_seconds(trained):
             return
-        self._last = (step, tokens, then + elapsed)
+        self._last = (step, tokens, now)
         rate = (step - before) / elapsed if elapsed > 0 else None
         self._reporter.progress(
             step=step,

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from containers.common.job import Job
 from containers.common.model import check_servable
 from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
-from containers.common.report import PROGRESS_STEPS, ProgressMeter, Reporter
+from containers.common.report import PROGRESS_MOST_SECONDS, PROGRESS_SECONDS, PROGRESS_STEPS, ProgressMeter, Reporter
 from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import Clients
@@ -164,6 +165,24 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
     assert {event.loss for event in sent} == {0.5}
     assert sent[-1].eta_seconds == 0
     assert all(event.tokens_per_second > 0 for event in sent)
+
+
+@pytest.mark.parametrize(("hours", "most"), [(0.1, 200), (2, 700), (10, 1700)])
+@pytest.mark.parametrize("step_seconds", [0.05, 1, 7])
+def test_a_long_training_reports_rarely_and_never_pauses_long(hours: float, most: int, step_seconds: float) -> None:
+    now, reporter = 0.0, Recorder()
+    steps = int(hours * 3600 / step_seconds)
+    meter = ProgressMeter(reporter, steps, clock=lambda: now)
+    meter.begin(0, 0)
+    for step in range(1, steps + 1):
+        now += step_seconds
+        meter.step(step, step, None)
+    sent: list[Any] = reporter.sent
+    assert len(sent) <= most
+    pauses = [(after.step - before.step) * step_seconds for before, after in pairwise(sent)]
+    assert max(pauses) <= PROGRESS_MOST_SECONDS + step_seconds
+    assert sent[0].step * step_seconds <= max(PROGRESS_SECONDS, step_seconds) + step_seconds
+    assert sent[-1].step == steps
 
 
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
