@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from dropforge_cli.control_plane import Usage
 from dropforge_local.base.recording import FILE, INVOCATION, TRAINER
 from dropforge_local.stack.deployment import PROJECT
 
@@ -123,6 +124,31 @@ def kind_of(call: dict[str, Any]) -> str:
     return f"{verb} {path}"
 
 
+def usage_of(counted: Counts, runs: int) -> Usage:
+    """What Google would bill for one of these runs; each also uploaded its spec, which is a write and a message."""
+    kinds = Counter[str]()
+    for (_, kind), count in counted.requests.items():
+        kinds[_billed_as(kind)] += count
+    return Usage(
+        internal_steps=(counted.steps - counted.waits) / runs,
+        external_steps=counted.waits / runs,
+        calls=counted.invocations.total() / runs,
+        writes=kinds["write"] / runs + 1,
+        reads=kinds["read"] / runs,
+        messages=kinds["message"] / runs + 1,
+    )
+
+
+def _billed_as(kind: str) -> str:
+    """Return "write" or "read" (operations of Cloud Storage of class A and B), "message", or "" for what is free."""
+    verb, _, target = kind.partition(" ")
+    if verb == "Publish" or target.endswith(":publish"):
+        return "message"
+    if not target.startswith(("runs/", "specs/")):
+        return ""  # the API requests of Workflows, Cloud Run and so on cost nothing
+    return {"POST": "write", "LIST": "write", "PATCH": "write", "GET": "read"}.get(verb, "")
+
+
 def show(counted: Counts, runs: int) -> None:
     callers = Counter[str]()
     for (caller, _), count in counted.requests.items():
@@ -139,6 +165,7 @@ def show(counted: Counts, runs: int) -> None:
     print(f"{'calls of functions':<70} {sum(counted.invocations.values()) / runs:>6.1f}")
     print(f"{'billed workflow steps':<70} {counted.steps / runs:>6.1f}")
     print(f"{'waits among these steps':<70} {counted.waits / runs:>6.1f}")
+    print(f"{'US dollars, at list prices':<70} {usage_of(counted, runs).usd:>6.6f}")
 
 
 def _order(callers: Iterable[str]) -> list[str]:

@@ -27,6 +27,7 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.spec.advice import advice
 from dropforge.spec.machine import GIB
 
+from .control_plane import AS_OF, RUN, usage_of_training
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd
 from .options import SPEC_FILE, json_option, model_config_option, state_option
@@ -73,6 +74,7 @@ class Plan:
     warnings: list[str]
     batch: Batch
     phases: list[Row]
+    control_plane_usd: float  # of a run whose only attempt uses all its time
 
     @property
     def worst_case_usd(self) -> float | None:
@@ -132,7 +134,9 @@ def make_plan(
     if isinstance(shape, str) and shape:
         warnings.append(f"memory and disk are not planned: {shape}")
     phases = phase_rows(spec, shape) if isinstance(shape, ModelShape) else []
-    return Plan(run, spec, placements, endpoint, warnings, batch_of(spec), phases)
+    longest = max(placement.timeout_seconds for placement in placements)
+    control_plane = usage_of_training(longest, settings.check_interval_seconds).usd
+    return Plan(run, spec, placements, endpoint, warnings, batch_of(spec), phases, round(control_plane, 6))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -167,8 +171,11 @@ def show(plan: Plan, out: Console) -> None:
     show_phases(plan, out)
     out.print()
     out.print(titled("worst case", f"{usd(plan.worst_case_usd)} in all"))
+    longest = duration(max(placement.timeout_seconds for placement in plan.placements))
     for source in _sources(plan):
         out.print(f"price: {source}")
+    control = f"{usd(plan.control_plane_usd)} if the attempt lasts {longest} ({usd(RUN.usd)} if it ends at once)"
+    out.print(f"control plane, not included: {control}; prices of {AS_OF}, without free tiers")
     for warning in plan.warnings:
         out.print(f"warning: {warning}", style="yellow")
 

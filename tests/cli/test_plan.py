@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from containers.common.report import ProgressMeter
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
 from dropforge.platforms.cloud_run import catalog
 from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge.spec.machine import GIB
+from dropforge_cli.control_plane import RUN, progress_events
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import Plan, make_plan, show_phases
 
@@ -135,7 +137,7 @@ def test_an_unknown_price_is_unknown_and_never_0(dropforge: Run) -> None:
     Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "target": target, "limits": {}}))
     output = dropforge("plan", "s.json").output
     assert "worst case  unknown in all" in output
-    assert "$0.00" not in output
+    assert "$0.00" not in output.partition("control plane")[0]
 
 
 def test_a_price_in_the_spec_is_used_and_never_old() -> None:
@@ -226,3 +228,25 @@ def test_the_page_about_training_has_the_table_of_its_example() -> None:
     show_phases(make_plan(parse_spec(EXAMPLE.read_bytes()), placeholders(), "s.json", NOW, shape), Console(file=text))
     expected = [line.rstrip() for line in text.getvalue().splitlines() if line]
     assert shown.splitlines()[1:] == expected
+
+
+@pytest.mark.parametrize(("hours", "most"), [(0.1, 200), (2, 700), (10, 1700)])
+def test_the_control_plane_counts_the_progress_events_of_the_container(hours: float, most: int) -> None:
+    now, sent = 0.0, 0
+
+    class Counter:
+        def progress(self, **fields: Any) -> None:
+            nonlocal sent
+            sent += 1
+
+    meter = ProgressMeter(Counter(), 10**9, clock=lambda: now)  # type: ignore[arg-type]
+    meter.begin(0, 0)
+    for step in range(1, int(hours * 3600 / 0.05) + 1):
+        now += 0.05
+        meter.step(step, step, None)
+    assert sent <= progress_events(hours * 3600) <= most
+
+
+def test_the_price_of_the_control_plane_grows_with_the_time() -> None:
+    short, long = (plan_of(limits={"max_duration": time}).control_plane_usd for time in ("10m", "2h"))
+    assert RUN.usd < short < long < 0.02
