@@ -8,6 +8,11 @@ locals {
       description = "Errors that functions log: malformed events, messages that could not be sent."
       filter      = "severity>=ERROR"
     }
+    runs = {
+      description = "Runs that entered a state: accepted, rejected, succeeded, failed, cancelled."
+      filter      = "jsonPayload.stage=(\"submit\" OR \"notify\") AND jsonPayload.message=(\"accepted\" OR \"rejected\" OR \"succeeded\" OR \"failed\" OR \"cancelled\")"
+      labels      = { state = "jsonPayload.message" }
+    }
     sweep_findings = {
       description = "Warnings of the sweep: an orphan, or a resource that it could not list or delete."
       filter      = "jsonPayload.stage=\"sweep\" AND severity>=WARNING"
@@ -21,6 +26,8 @@ locals {
       filter      = "jsonPayload.stage=(\"teardown\" OR \"notify\") AND severity>=WARNING"
     }
   }
+
+  _stage_label = { stage = "jsonPayload.stage" }
 
   _log_metric = "metric.type=\"logging.googleapis.com/user/${var.prefix}"
   _dead       = join(", ", [for subscription in google_pubsub_subscription.dead_letter : "\"${subscription.name}\""])
@@ -106,15 +113,16 @@ resource "google_logging_metric" "log" {
     metric_kind = "DELTA"
     value_type  = "INT64"
     unit        = "1"
-    labels {
-      key         = "stage"
-      description = "Stage of the run."
+    dynamic "labels" {
+      for_each = try(each.value.labels, local._stage_label)
+      content {
+        key         = labels.key
+        description = "The field ${labels.value} of the log line."
+      }
     }
   }
 
-  label_extractors = {
-    stage = "EXTRACT(jsonPayload.stage)"
-  }
+  label_extractors = { for label, field in try(each.value.labels, local._stage_label) : label => "EXTRACT(${field})" }
 
   depends_on = [google_project_service.api]
 }

@@ -19,7 +19,11 @@ def test_every_lock_is_up_to_date() -> None:
 
 
 def test_no_lock_is_forgotten() -> None:
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "containers").rglob("*.lock.txt")}
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("containers", "tools")
+        for path in (ROOT / folder).rglob("*.lock.txt")
+    }
     assert found - {"containers/nothing.lock.txt"} == LOCKS.keys() - {"functions/requirements.txt"}
 
 
