@@ -95,6 +95,8 @@ def _details(record: Record, entered: Transition, now: datetime) -> dict[str, An
     details: dict[str, Any] = {"source": record.source}
     if entered.attempt:
         details["attempt"] = entered.attempt
+    if record.wait_reason:
+        details["wait_reason"] = record.wait_reason
     if entered.state.is_terminal:
         details["metrics"] = record.metrics
         details["error"] = record.error.model_dump(mode="json") if record.error else None
