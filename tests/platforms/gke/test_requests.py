@@ -424,6 +424,15 @@ def test_a_job_that_does_not_run_has_a_reason(
     outcome = status(job(), pods, *events)
     assert (outcome.phase, outcome.error_class) == (phase, expected)
     assert outcome.message or phase is Phase.RUNNING
+    is_ready = phase is Phase.RUNNING and pods[0]["status"].get("phase") == "Running"
+    assert bool(outcome.wait_reason) is (phase is Phase.PENDING or (phase is Phase.RUNNING and not is_ready))
+
+
+def test_the_reason_for_waiting_is_kubernetes_own() -> None:
+    scale_up = event("FailedScaleUp", "failed: GCE quota exceeded. Pod")
+    assert status(job(), [UNSCHEDULED], scale_up).wait_reason.endswith("GCE quota exceeded. Pod")
+    assert "ContainerCreating" in status(job(), [waiting("ContainerCreating")]).wait_reason
+    assert "Back-off" in status(job(), [waiting("ImagePullBackOff", "Back-off pulling image")]).wait_reason
 
 
 def test_a_job_runs_when_its_last_pod_has_a_machine() -> None:
