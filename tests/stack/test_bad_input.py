@@ -37,7 +37,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("impossible bucket name", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
     ("impossible secret version", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
     ("reserved variable", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "decides how"),
-    ("too short", {"limits": {"max_duration": "59s"}}, "/limits/max_duration", "too short"),
+    ("too short", {"limits": {"max_duration": "119s"}}, "/limits/max_duration", "too short"),
     ("an infinite number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
     ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
     ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),

@@ -544,7 +544,7 @@ def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expir
     """A TPU VM got its label when it was created to train: it ends with the time for training and serving."""
     place = Place(spec=ON_THE_MACHINE, attempts=[running(left=-5)])
     expires: list[Any] = []
-    place.platform.deploy = lambda _, deployment: expires.append(deployment.expires) or Waits("")  # type: ignore[assignment,method-assign]
+    place.platform.deploy = lambda _, deployment: (expires.append(deployment.expires), Waits(""))[1]  # type: ignore[assignment,method-assign]
     deploy(place.context, RUN, ME)
     record = place.record
     assert expires == [kept_until(record, place.store.spec(RUN))]
@@ -582,3 +582,14 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
     assert place.platform.asked == [f"teardown {JOB}", f"teardown {live.service}"]
     assert place.record.endpoint is not None
     assert place.record.endpoint.ended == NOW
+
+
+@pytest.mark.parametrize(("truncated", "is_told"), [(0, False), (3, False), (4, True), (None, False)])
+def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told: bool) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, rows_train=300, rows_truncated=truncated)
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert ["4 of 300 rows were cut after" in text for text in texts] == [True] * is_told
+    assert place.record.metrics["rows_truncated"] == truncated

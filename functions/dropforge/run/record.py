@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
-from dropforge.base.redact import cut, redact
+from dropforge.base.redact import cut
 
 from .events import Told
 
@@ -414,7 +414,7 @@ class Record(Stored):
 
     def with_wait_reason(self, attempt: int, reason: str) -> Record:
         """This record with why an attempt does not run yet ("": it runs); the same record if it has the reason."""
-        kept = cut(redact(reason), MAX_REASON)
+        kept = cut(reason, MAX_REASON)
         waiting = [a for a in self.attempts if a.number == attempt and a.ended is None and a.wait_reason != kept]
         if not waiting or (kept and self.state is not RunState.PROVISIONING):  # the call is late
             return self
@@ -422,7 +422,7 @@ class Record(Stored):
 
     def with_endpoint_wait_reason(self, reason: str) -> Record:
         """This record with why its endpoint is not ready yet; the same record if it has the reason."""
-        kept = cut(redact(reason), MAX_REASON)
+        kept = cut(reason, MAX_REASON)
         if self.state is not RunState.DEPLOYING or kept == self.endpoint_wait_reason:
             return self
         return self.model_copy(update={"endpoint_wait_reason": kept})

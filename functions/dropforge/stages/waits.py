@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from dropforge.base.redact import cut, redact
+from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.run.record import MAX_REASON, Notice, Record
 from dropforge.spec import JobSpec
@@ -50,4 +50,4 @@ def warn_of_wait(context: Context, record: Record, spec: JobSpec) -> Record:
 
 def cancelled_while(reason: str, work: str) -> str:
     """What a run did when the cancel reached it: its reason for waiting, if it has any, or else the work."""
-    return cut(f"cancelled while it waited: {redact(reason)}", MAX_REASON) if reason else f"cancelled while {work}"
+    return cut(f"cancelled while it waited: {reason}", MAX_REASON) if reason else f"cancelled while {work}"

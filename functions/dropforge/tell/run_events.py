@@ -70,6 +70,19 @@ def answer_unknown(context: Context, run: str, request: Request) -> None:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
+def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
+    """Answer the upload of an object that is no spec. `run` would be its run. An event that is lost is only logged."""
+    event = RunEvent(
+        id=f"{run}/notice/ignored",
+        run=run,
+        state=UNKNOWN,
+        time=context.now(),
+        notice="ignored",
+        details={"object": uri, "text": text},
+    )
+    publish(context, event)
+
+
 def publish(context: Context, event: RunEvent) -> str:
     """Publish a run event, unless this process has published it; return the problem, or "".
 

@@ -188,7 +188,7 @@ def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Clo
 
 def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
     attempt = launch("succeed", queued=False, placements=[{"zone": ZONE, "capacity": "spot"}])
-    assert TARGET.provision(attempt) == Waits(f"the disk {disk_name(attempt)} is being created")
+    assert TARGET.provision(attempt) == Waits(f"the node {node_name(attempt)} is being created")
     STAGES.provision(attempt)
     assert clients.tpu().get_node(name=node_name(attempt)).scheduling_config.spot
     assert STAGES.ended(attempt).phase is Phase.SUCCEEDED

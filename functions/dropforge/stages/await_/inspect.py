@@ -25,6 +25,7 @@ from dropforge.tell.everybody import tell, warn
 
 from .decide import Heard, Verdict, decide, hear
 
+MAX_TRUNCATED = 0.01  # share of the rows
 InspectAnswer = Waiting | Succeeded | Failed | Superseded
 
 
@@ -229,8 +230,22 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
-    _tell_training(context, record, attempt, spec, is_over=True)
+    record = _tell_training(context, record, attempt, spec, is_over=True)
+    if notice := _truncation(spec, metrics):
+        warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=_gate(spec, metrics))
+
+
+def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | None:
+    """A notice if more than MAX_TRUNCATED of the rows were cut: the model has not seen how their answers end."""
+    cut_rows, rows = metrics.get("rows_truncated") or 0, metrics.get("rows_train") or 0
+    if cut_rows <= rows * MAX_TRUNCATED:
+        return None
+    length = spec.training.max_length
+    text = (
+        f"{cut_rows:.0f} of {rows:.0f} rows were cut after {length} tokens: raise training.max_length, or shorten them"
+    )
+    return Notice("rows-truncated", "has trained on cut rows", text)
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:
