@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,34 @@ def test_a_deleted_spec_cancels_its_run_unless_it_ended_or_another_spec_took_its
         assert place.record.endpoint.expires == NOW + 60 * MINUTE
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later", "changes", "is_told"),
+    [
+        (RunState.TRAINING, RunState.ACCEPTED, {}, True),
+        (RunState.TRAINING, RunState.ACCEPTED, {"name": "other"}, False),
+        (RunState.SUCCEEDED, RunState.ACCEPTED, {}, False),
+        (RunState.TRAINING, RunState.REJECTED, {}, False),
+    ],
+)
+def test_a_second_upload_of_a_spec_names_the_run_that_has_it_already(
+    earlier: RunState, later: RunState, changes: dict[str, Any], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, other = Place(earlier), "demo-aaaaaaaaaaaa"
+    storage: Any = place.context.cloud.clients.storage()
+    storage.get_blob = lambda name, timeout: SimpleNamespace(generation=8, time_created=NOW)
+    monkeypatch.setattr(names, "run_id_of_object", lambda *place: other if place[-1] == "8" else RUN)
+    with pytest.raises(RetryLater) if not earlier.is_terminal else nullcontext():
+        cancel_deleted(place.context, "specs", "specs/a.json", "7")
+    place.store.put_new(names.spec_object(other), json.dumps({**SPEC, **changes}).encode())
+    copied = place.record.model_copy(update={"run": other, "state": later, "attempts": [], "execution": None})
+    place.store.create(copied.model_copy(update={"history": [Transition(state=later, time=NOW)]}))
+    for _ in range(2):
+        cancel_deleted(place.context, "specs", "specs/a.json", "7")
+    told = [event for event in place.events if event["notice"] == "same-spec"]
+    assert len(told) == is_told
+    assert all(event["run"] == other and RUN in event["details"]["text"] for event in told)
+
+
 def test_a_cancel_that_crosses_the_creation_of_the_record_is_seen() -> None:
     """The record is created after the cancel has found none, and before the cancel is kept beside it."""
     place = Place()
@@ -454,6 +483,9 @@ def test_the_endpoints_reason_is_kept_until_it_is_ready() -> None:
     place.context.store.update(RUN, lambda r: r.model_copy(update={"history": [*r.history[:-1], began]}))
     assert deploy(place.context, RUN, ME).status == "PENDING"
     assert place.record.wait_reason == "the service has no instance yet"
+    place.store.update(RUN, lambda record: record.model_copy(update={"endpoint": endpoint(NOW)}))
+    ready = place.record.model_copy(update={"endpoint_wait_reason": ""})
+    assert ready.with_endpoint_wait_reason("a late call") is ready  # chaos seed 355
 
 
 class Deaf:

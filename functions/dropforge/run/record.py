@@ -423,7 +423,7 @@ class Record(Stored):
     def with_endpoint_wait_reason(self, reason: str) -> Record:
         """This record with why its endpoint is not ready yet; the same record if it has the reason."""
         kept = cut(reason, MAX_REASON)
-        if self.state is not RunState.DEPLOYING or kept == self.endpoint_wait_reason:
+        if self.state is not RunState.DEPLOYING or self.endpoint is not None or kept == self.endpoint_wait_reason:
             return self
         return self.model_copy(update={"endpoint_wait_reason": kept})
 
