@@ -6,7 +6,6 @@ functions that the workflow calls repeatedly: each call advances a run by one st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.proof import PROOF
 from dropforge.run.record import Outcome, RunError, RunState
-from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.answers import Answer
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
@@ -29,7 +27,7 @@ from dropforge.stages.cancel import cancel_deleted, cancel_requested
 from dropforge.stages.deploy import deploy as deploy_run
 from dropforge.stages.notify import notify as notify_run
 from dropforge.stages.provision import provision as provision_run
-from dropforge.stages.submit import submit_message, submit_object, submit_uri
+from dropforge.stages.submit import ignore_object, json_of, submit_message, submit_object, submit_uri
 from dropforge.stages.sweep.sweep import sweep as sweep_all
 from dropforge.stages.teardown import Scope
 from dropforge.stages.teardown import teardown as teardown_run
@@ -49,6 +47,8 @@ def on_spec_uploaded(event: Any) -> None:
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
         submit_object(context(), upload.bucket, upload.name, str(upload.generation), upload.size)
+    elif upload:
+        ignore_object(context(), upload.bucket, upload.name, str(upload.generation))
 
 
 @functions_framework.cloud_event
@@ -66,8 +66,10 @@ def on_spec_message(event: Any) -> None:
     if message is None:
         return
     data, request = message
-    content = _content_of(data)
-    if set(content) == {"cancel"}:
+    content = json_of(data)
+    if not isinstance(content, dict):
+        submit_message(context(), data, request)
+    elif set(content) == {"cancel"}:
         cancel_requested(context(), content["cancel"] if isinstance(content["cancel"], str) else "", request)
     elif set(content) == {"spec_uri"}:
         submit_uri(context(), str(content["spec_uri"]), request)
@@ -221,14 +223,3 @@ def _error(value: Any) -> RunError | None:
 
 def _outcome(value: Any) -> Outcome | None:
     return None if value is None else Outcome.model_validate(value)
-
-
-def _content_of(data: bytes) -> dict[str, Any]:
-    """The content of a request as a JSON object; empty for other data, whose problem `submit` reports."""
-    if len(data) > MAX_SPEC_BYTES:  # before it is parsed: parsed JSON takes up to sixty times the memory of its text
-        return {}
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

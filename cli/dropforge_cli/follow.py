@@ -213,9 +213,16 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
 
 
 def describe_wait(record: Record) -> str:
-    """Return what an accepted run waits for, by its record; "" if it does not wait for a place."""
-    wait = record.queued
-    return "" if wait is None else f"waits for a place: number {wait.place} by {wait.rule} of the deployment's policy"
+    """Return what a run waits for: a place, a machine, its container or its endpoint; "" if it does not wait."""
+    if wait := record.queued:
+        return f"waits for a place: number {wait.place} by {wait.rule} of the deployment's policy"
+    if record.state is RunState.DEPLOYING and record.endpoint_wait_reason:
+        return f"the endpoint is not ready: {record.endpoint_wait_reason}"
+    if record.state is not RunState.PROVISIONING or not record.attempts or record.attempts[-1].ended:
+        return ""
+    if reason := record.attempts[-1].wait_reason:
+        return f"waits to train: {reason}"
+    return "its machine runs; the container has not reported its start" if record.attempts[-1].seen else ""
 
 
 def bar(progress: Progress) -> Table:

@@ -162,8 +162,8 @@ def _show_attempts(record: Record, now: datetime, out: Console) -> None:
     rows = table("attempt", "region", "started", "lasted", "ended with", right=("attempt", "lasted"))
     for attempt in record.attempts:
         lasted = duration(((attempt.ended or now) - attempt.started).total_seconds())
-        ending = str(attempt.error.error_class) if attempt.error else ("success" if attempt.ended else "-")
-        rows.add_row(str(attempt.number), attempt.region, f"{attempt.started:%H:%M:%S}", lasted, ending)
+        started = f"{attempt.started:%H:%M:%S}"
+        rows.add_row(str(attempt.number), attempt.region, started, lasted, attempt.ending or "-")
     out.print(rows)
     out.print(f"training cost so far: {usd(record.training_cost(now))}")
 

@@ -42,6 +42,7 @@ def all_metrics(work: Work) -> Metrics:
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
         "rows_train": prepared["rows_train"],
         "rows_eval": prepared["rows_eval"],
+        "rows_truncated": prepared["rows_truncated"],
         "probe_loss_before": trained["loss_before"] if trained["loss_before"] is not None else notes.get("loss_before"),
         "probe_loss": trained["loss"],
         "probe_loss_exported": checked["loss_exported"],

@@ -385,6 +385,7 @@ def training_metrics(checkpoint: Path, notes: dict[str, Any], examples: Examples
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
         "rows_train": len(examples.lengths),
         "rows_eval": len(examples.split.held_out),
+        "rows_truncated": examples.truncated,
     }
 
 

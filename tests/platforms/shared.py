@@ -109,7 +109,7 @@ class Stages:
     target: Any  # a Target, bound to a cloud
 
     def provision(self, attempt: Launch) -> None:
-        until(lambda: self.target.provision(attempt))
+        until(lambda: self.target.provision(attempt), lambda waits: waits is None)
 
     def ended(self, attempt: Launch) -> Status:
         phases = (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)

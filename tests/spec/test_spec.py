@@ -18,6 +18,7 @@ from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.base.redact import redact
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, registry, seconds
 from dropforge.spec.job import RESERVED_VARIABLES
+from dropforge.spec.parts import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "schemas" / "examples"
@@ -219,3 +220,35 @@ def test_a_secret_cannot_replace_a_variable_of_the_startup_script() -> None:
     read = set(re.findall(r"\$\{([A-Z][A-Z_]*)", script))
     assert {"STORAGE", "ROOT", "STOP_SECONDS", "GCE_METADATA_HOST"} <= own | read
     assert sorted(name for name in own | read if not RESERVED_VARIABLES.fullmatch(name)) == []
+
+
+def patterns_of(node: Any) -> set[str]:
+    """Return every pattern in a JSON Schema."""
+    if isinstance(node, list):
+        return set().union(*map(patterns_of, node))
+    if not isinstance(node, dict):
+        return set()
+    own = {node["pattern"]} if isinstance(node.get("pattern"), str) else set()
+    return own.union(*map(patterns_of, node.values()))
+
+
+@pytest.mark.parametrize("pattern", sorted(patterns_of(SCHEMA)))
+def test_every_pattern_of_a_spec_has_words(pattern: str) -> None:
+    assert re.search(r"[\[\]{}^$()|]", words_of(pattern).replace("(s, m, h or d)", "")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "My Job"}, "lower-case letters, digits and -; a letter first"),
+        ({"labels": {"Team": "search"}}, "a letter first; at most 63 characters"),
+        ({"secrets": {"HF_TOKEN": "projects/p/secrets/x"}}, "the short name of a Secret Manager secret"),
+        ({"limits": {"max_duration": "two hours"}}, "a whole number from 1 to 999999 and a unit"),
+        ({"target": {"type": "cloud_run", "placements": [{"region": "Iowa"}]}}, "such as us-central1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_malformed_value_is_refused_in_words(change: dict[str, Any], words: str) -> None:
+    minimal = json.loads((EXAMPLES / "valid" / "minimal.json").read_text())
+    [problem] = problems_of(json.dumps({**minimal, **change}).encode())
+    assert words in (problem.expected or "")

@@ -37,7 +37,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("impossible bucket name", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
     ("impossible secret version", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
     ("reserved variable", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "decides how"),
-    ("too short", {"limits": {"max_duration": "59s"}}, "/limits/max_duration", "too short"),
+    ("too short", {"limits": {"max_duration": "119s"}}, "/limits/max_duration", "too short"),
     ("an infinite number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
     ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
     ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),
@@ -115,12 +115,23 @@ def test_a_literal_token_is_stored_nowhere(user: User) -> None:
     assert token.encode() not in (user.state / "functions.log").read_bytes()
 
 
-def test_objects_that_are_not_specs_are_ignored(user: User) -> None:
+def test_objects_that_are_not_specs_start_nothing_and_the_log_says_why(user: User) -> None:
     wrong_suffix = user.drop(b"{oops", "specs/readme.txt")
     wrong_folder = user.drop(b"{oops", "elsewhere/spec.json")
     user.wait(user.drop(user.spec()))
     assert user.store.find(wrong_suffix) is None
     assert user.store.find(wrong_folder) is None
+    log = (user.state / "functions.log").read_text()
+    assert "specs/readme.txt started nothing: its name does not end in .json" in log
+    assert "elsewhere/spec.json started nothing: it does not lie below specs/" in log
+
+
+@pytest.mark.parametrize("message", [{"spec": {}}, {"spec_url": "gs://a/b"}, []], ids=str)
+def test_a_message_in_an_unknown_envelope_is_rejected_with_one_problem(user: User, message: Any) -> None:
+    key = f"envelope-{time.time_ns()}"
+    user.publish("dropforge-requests", json.dumps(message).encode(), idempotency_key=key)
+    [problem] = user.wait(names.run_id_of_message(key)).problems
+    assert '{"spec_uri": "gs://BUCKET/OBJECT"} alone' in str(problem["expected"])
 
 
 def test_malformed_messages_are_rejected_and_an_unknown_cancel_is_accepted(user: User) -> None:

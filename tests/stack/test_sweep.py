@@ -46,7 +46,7 @@ def without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(user: User, launch: Launch) -> list[str]:
     """Create an attempt's resources through its adapter, in any state of the run; return the names that exist."""
-    user.until(lambda: get_target(launch.spec.target.type).provision(here().cloud, launch))
+    user.until(lambda: get_target(launch.spec.target.type).provision(here().cloud, launch) is None)
     wanted = {resource.name for resource in get_target(launch.spec.target.type).resources(launch)}
     user.until(lambda: wanted & set(user.resources(launch.run)))
     return sorted(wanted & set(user.resources(launch.run)))

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import InvalidSpec
+from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.run.events import Request
 from dropforge.run.record import RunState
 from dropforge.spec import parse_spec
 from dropforge.spec.policy import BrokenPolicy, Ceiling, Policy, policy_of
+from dropforge.stages.admission import time_problems
 from dropforge.stages.ceiling import cost_of, policy_problems, with_defaults
 from dropforge.stages.submit import submit_message
 
@@ -246,3 +247,28 @@ def test_with_a_broken_policy_nothing_is_accepted_and_nothing_is_lost(text: str)
     stored = json.loads(storage.objects[names.errors_object(record.run)][0])
     assert [problem["pointer"] for problem in stored["errors"]] == ["/limits/max_cost_usd"]
     assert len(events) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "least"),
+    [
+        ({"type": "cloud_run", "placements": [{"region": "us-central1"}]}, 120),
+        ({"type": "gke", "placements": [{"region": "us-central1"}]}, 180),
+        ({"type": "gke", "placements": [{"region": "us-central1"}], "cluster": {"create": True}}, 480),
+        ({"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}]}, 240),
+        ({"type": "ray", "placements": [{"region": "us-east5"}]}, 180),
+    ],
+    ids=["cloud_run", "gke", "own-cluster", "tpu_vm", "ray"],
+)
+def test_a_run_needs_time_for_the_start_of_its_target_and_a_minute_of_training(
+    target: dict[str, Any], least: int
+) -> None:
+    def problems(duration: int) -> list[SpecProblem]:
+        given = document(target=target, serve=None, limits={"max_duration": f"{duration}s"})
+        given["training"] = {"adapter": {"type": "none"}}
+        return time_problems(parse_spec(json.dumps(given).encode()))
+
+    assert problems(least) == []
+    [problem] = problems(least - 1)
+    assert problem.pointer == "/limits/max_duration"
+    assert f"at least {least}s" in (problem.expected or "")

@@ -16,7 +16,7 @@ from dropforge.cloud.listing import Listed
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Phase, Status
+from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.artifacts import MANIFEST, Manifest, Source, model_prefix
 from dropforge.run.proof import with_proof
 from dropforge.run.record import (
@@ -76,16 +76,16 @@ class Platform:
     def resources(self, launch: Any) -> list[Any]:
         return [SimpleNamespace(kind="run.googleapis.com/Job", name=JOB, request=True)]
 
-    def provision(self, cloud: Any, launch: Any) -> bool:
+    def provision(self, cloud: Any, launch: Any) -> Waits | None:
         self.asked.append("provision")
-        return True
+        return None
 
     def inspect(self, cloud: Any, launch: Any) -> Status:
         return Status(Phase.PENDING)
 
-    def deploy(self, cloud: Any, deployment: Any) -> str | None:
+    def deploy(self, cloud: Any, deployment: Any) -> str | Waits:
         self.asked.append("deploy")
-        return None
+        return Waits("the service has no instance yet")
 
     def listed(self, cloud: Any) -> list[Listed]:
         return self.places

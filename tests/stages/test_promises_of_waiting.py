@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import requests
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
 from dropforge.money import endpoint_expiry, kept_until
-from dropforge.platforms.training import Phase, Status
+from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
-from dropforge.run.record import Attempt, LedgerEntry, Outcome, ResourceState, RunError, RunState, Transition
+from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
 from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.await_.job_events import receive_job_event
@@ -321,6 +322,34 @@ def test_a_deleted_spec_cancels_its_run_unless_it_ended_or_another_spec_took_its
         assert place.record.endpoint.expires == NOW + 60 * MINUTE
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later", "changes", "is_told"),
+    [
+        (RunState.TRAINING, RunState.ACCEPTED, {}, True),
+        (RunState.TRAINING, RunState.ACCEPTED, {"name": "other"}, False),
+        (RunState.SUCCEEDED, RunState.ACCEPTED, {}, False),
+        (RunState.TRAINING, RunState.REJECTED, {}, False),
+    ],
+)
+def test_a_second_upload_of_a_spec_names_the_run_that_has_it_already(
+    earlier: RunState, later: RunState, changes: dict[str, Any], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, other = Place(earlier), "demo-aaaaaaaaaaaa"
+    storage: Any = place.context.cloud.clients.storage()
+    storage.get_blob = lambda name, timeout: SimpleNamespace(generation=8, time_created=NOW)
+    monkeypatch.setattr(names, "run_id_of_object", lambda *place: other if place[-1] == "8" else RUN)
+    with pytest.raises(RetryLater) if not earlier.is_terminal else nullcontext():
+        cancel_deleted(place.context, "specs", "specs/a.json", "7")
+    place.store.put_new(names.spec_object(other), json.dumps({**SPEC, **changes}).encode())
+    copied = place.record.model_copy(update={"run": other, "state": later, "attempts": [], "execution": None})
+    place.store.create(copied.model_copy(update={"history": [Transition(state=later, time=NOW)]}))
+    for _ in range(2):
+        cancel_deleted(place.context, "specs", "specs/a.json", "7")
+    told = [event for event in place.events if event["notice"] == "same-spec"]
+    assert len(told) == is_told
+    assert all(event["run"] == other and RUN in event["details"]["text"] for event in told)
+
+
 def test_a_cancel_that_crosses_the_creation_of_the_record_is_seen() -> None:
     """The record is created after the cancel has found none, and before the cancel is kept beside it."""
     place = Place()
@@ -358,9 +387,105 @@ def test_only_the_execution_that_owns_a_run_creates_its_endpoint() -> None:
 def test_an_attempt_that_waits_for_its_creation_notes_that() -> None:
     """So the wait costs nothing, however the attempt ends."""
     place = Place(RunState.PROVISIONING, attempts=[running(5, launched=None, running=None, seen=None)])
-    place.platform.provision = lambda *_: False  # type: ignore[method-assign]
+    place.platform.provision = lambda *_: Waits("the cluster is being created")  # type: ignore[method-assign]
     assert provision(place.context, RUN, ME, 1).status == "PENDING"
     assert place.record.attempts[-1].waiting == NOW
+    assert place.record.wait_reason == "the cluster is being created"
+
+
+QUOTA = "Waiting for nvidia-l4 quota in us-central1: 3 of 3 in use."
+UNSEEN: dict[str, Any] = {"launched": None, "running": None, "seen": None}
+
+
+def waiting_place(minutes: float = 5, **fields: Any) -> Place:
+    attempt = running(minutes, **UNSEEN, **fields)
+    return Place(RunState.PROVISIONING, spec={**DAY, "serve": None}, attempts=[attempt])
+
+
+def test_the_reason_for_waiting_is_written_when_it_changes_and_cleared_when_the_machine_runs() -> None:
+    place = waiting_place()
+    writes: list[str] = []
+    update = place.context.store.update
+
+    def counted(run: str, change: Any) -> Record:
+        before = place.record
+        after = update(run, change)
+        writes.extend(["write"] * (after != before))
+        return after
+
+    place.context.store.update = counted  # type: ignore[method-assign]
+    for reason in (QUOTA, QUOTA, "Insufficient capacity"):
+        look(place, Status(Phase.PENDING, reason))
+        assert place.record.wait_reason == reason
+    # The first look also notes the callback, and the time of the wait.
+    assert len(writes) == 3
+    look(place, Status(Phase.RUNNING, starting="pod x pulls its image"))
+    assert place.record.wait_reason == "pod x pulls its image"
+    look(place, Status(Phase.RUNNING))
+    assert place.record.wait_reason == ""
+
+
+def test_a_wait_of_seconds_writes_no_reason() -> None:
+    place = waiting_place(5 / 60)
+    look(place, Status(Phase.PENDING, QUOTA))
+    assert place.record.wait_reason == ""
+    place = waiting_place(11 / 60)
+    answer = look(place, Status(Phase.PENDING, QUOTA))
+    assert place.record.wait_reason == QUOTA
+    assert answer["wait_seconds"] <= 11
+
+
+def test_a_reason_is_cut_and_holds_no_credential() -> None:
+    place = waiting_place()
+    look(place, Status(Phase.PENDING, "hf_abcdefghijklmnopqrstuvwxyz012345 " + "x" * 5000))
+    assert len(place.record.wait_reason) <= 500
+    assert "hf_abcdefghij" not in place.record.wait_reason
+
+
+def test_people_are_told_once_of_a_wait_that_lasts() -> None:
+    place = waiting_place(9)
+    look(place, Status(Phase.PENDING, QUOTA))
+    assert place.record.notices == []
+    place = waiting_place(11)
+    for _ in range(2):
+        look(place, Status(Phase.PENDING, QUOTA))
+    assert place.record.notices == ["waits-a1"]
+    [notice] = [event for event in place.events if event["notice"]]
+    assert QUOTA in notice["details"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "message"),
+    [
+        (RunState.PROVISIONING, Status(Phase.PENDING, QUOTA), f"cancelled while it waited: {QUOTA}"),
+        (RunState.PROVISIONING, Status(Phase.PENDING), "cancelled while waiting for a machine"),
+        (RunState.PROVISIONING, Status(Phase.RUNNING), "cancelled while the container was starting"),
+        (RunState.TRAINING, Status(Phase.RUNNING), "cancelled while training"),
+    ],
+)
+def test_the_end_says_what_a_cancel_interrupted(state: RunState, status: Status, message: str) -> None:
+    place = Place(state, spec=DAY, attempts=[running(5, **UNSEEN)], cancel_requested=NOW)
+    assert look(place, status)["error"]["message"] == message
+    teardown(place.context, RUN, ME, "run", keep_endpoint=False)
+    assert place.record.attempts[-1].ending in ("cancelled", "")
+
+
+def test_a_deadline_in_the_queue_says_what_the_attempt_waited_for() -> None:
+    place = waiting_place(300, left=-1)
+    answer = look(place, Status(Phase.PENDING, QUOTA))
+    assert answer["error"]["error_class"] == "deadline"
+    assert answer["error"]["message"].endswith(f"it waited: {QUOTA}")
+
+
+def test_the_endpoints_reason_is_kept_until_it_is_ready() -> None:
+    began = Transition(state=RunState.DEPLOYING, time=NOW - MINUTE, attempt=1)
+    place = Place(RunState.DEPLOYING, attempts=[running(ended=NOW - MINUTE)], serving_usd_per_hour=1.0)
+    place.context.store.update(RUN, lambda r: r.model_copy(update={"history": [*r.history[:-1], began]}))
+    assert deploy(place.context, RUN, ME).status == "PENDING"
+    assert place.record.wait_reason == "the service has no instance yet"
+    place.store.update(RUN, lambda record: record.model_copy(update={"endpoint": endpoint(NOW)}))
+    ready = place.record.model_copy(update={"endpoint_wait_reason": ""})
+    assert ready.with_endpoint_wait_reason("a late call") is ready  # chaos seed 355
 
 
 class Deaf:
@@ -451,7 +576,7 @@ def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expir
     """A TPU VM got its label when it was created to train: it ends with the time for training and serving."""
     place = Place(spec=ON_THE_MACHINE, attempts=[running(left=-5)])
     expires: list[Any] = []
-    place.platform.deploy = lambda _, deployment: expires.append(deployment.expires)  # type: ignore[assignment,method-assign]
+    place.platform.deploy = lambda _, deployment: (expires.append(deployment.expires), Waits(""))[1]  # type: ignore[assignment,method-assign]
     deploy(place.context, RUN, ME)
     record = place.record
     assert expires == [kept_until(record, place.store.spec(RUN))]
@@ -489,3 +614,14 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
     assert place.platform.asked == [f"teardown {JOB}", f"teardown {live.service}"]
     assert place.record.endpoint is not None
     assert place.record.endpoint.ended == NOW
+
+
+@pytest.mark.parametrize(("truncated", "is_told"), [(0, False), (3, False), (4, True), (None, False)])
+def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told: bool) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, rows_train=300, rows_truncated=truncated)
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert ["4 of 300 rows were cut after" in text for text in texts] == [True] * is_told
+    assert place.record.metrics["rows_truncated"] == truncated

@@ -15,7 +15,7 @@ from dropforge.run.events import Request
 from dropforge.run.record import Record, RunState
 from dropforge.stages import submit
 from dropforge.stages.cancel import cancel_requested
-from dropforge.stages.submit import submit_message, submit_object, submit_uri
+from dropforge.stages.submit import ignore_object, submit_message, submit_object, submit_uri
 
 from ..deployments import Memory, context_with, settings_with
 from .test_ceiling import document
@@ -214,3 +214,73 @@ def test_nothing_of_an_object_that_is_no_spec_is_repeated(
 
 def _without_time(event: str) -> dict[str, Any]:
     return {**json.loads(event), "time": ""}
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"spec": document()}, "'spec'"),
+        ({"spec_url": "gs://specs/job.json"}, "'spec_url'"),
+        ({"cancel": "job-0123456789ab", "spec_uri": "gs://specs/job.json"}, "'cancel', 'spec_uri'"),
+        ({"cancel": "job-0123456789ab", "name": "job"}, "'cancel', 'name'"),
+        ([document()], "a JSON list"),
+        ("cancel job-0123456789ab", "a JSON string"),
+        ({}, "an empty object"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_message_in_no_envelope_is_answered_by_the_names_of_the_envelopes(
+    deployment: Deployment, message: Any, found: str
+) -> None:
+    record = submit_message(deployment.context, json.dumps(message).encode(), Request("requests", "key", "m-1"))
+    [problem] = record.problems
+    assert (record.state, problem["message"], problem["found"]) == (
+        RunState.REJECTED,
+        "the message is no request",
+        found,
+    )
+    for envelope in ("api_version", "spec_uri", "cancel"):
+        assert envelope in str(problem["expected"])
+    [event] = deployment.events
+    assert event["details"]["problems"] == record.problems
+
+
+def test_a_message_with_an_incomplete_spec_is_a_spec(deployment: Deployment) -> None:
+    data = json.dumps({"name": "job", "model": {}}).encode()
+    problems = submit_message(deployment.context, data, Request("requests", "key", "m-1")).problems
+    assert "/api_version" in [problem["pointer"] for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("specs/x.yaml", "its name ends in .yaml; a job spec is a JSON document"),
+        ("specs/job", "its name does not end in .json"),
+        ("specs/JOB.JSON", "its name ends in .JSON"),
+        ("job.json", "it does not lie below specs/"),
+        ("team/specs/job.json", "it does not lie below specs/"),
+        ("specs/hf_CanaryCanaryCanaryCanary.yml", "its name ends in .yml"),
+    ],
+)
+def test_an_object_that_is_no_spec_is_answered(deployment: Deployment, name: str, text: str) -> None:
+    for _ in range(2):  # the event may be delivered again
+        ignore_object(deployment.context, "specs", name, "7")
+    [event] = deployment.events
+    assert (event["notice"], event["state"]) == ("ignored", "UNKNOWN")
+    assert text in event["details"]["text"]
+    assert "gs://specs/specs/NAME.json" in event["details"]["text"]
+    assert "Canary" not in json.dumps(event)
+    assert deployment.context.store.find(event["run"]) is None
+    assert deployment.storage.objects == {}
+
+
+@pytest.mark.parametrize("name", ["specs/", "rows/train.jsonl", "rows/train.csv", "a/"])
+def test_other_objects_and_folders_get_no_answer(deployment: Deployment, name: str) -> None:
+    ignore_object(deployment.context, "specs", name, "7")
+    assert deployment.events == []
+
+
+def test_an_answer_that_is_lost_fails_no_delivery(deployment: Deployment) -> None:
+    deployment.is_reachable = False
+    ignore_object(deployment.context, "specs", "specs/x.yaml", "7")
+    assert deployment.events == []

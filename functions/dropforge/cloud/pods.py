@@ -67,6 +67,11 @@ def waits_for(pod: Object, events: list[Object]) -> str:
     return str(pod.get("status", {}).get("message") or pod.get("status", {}).get("phase", "Pending"))
 
 
+def starts(pod: Object) -> str:
+    """What a pod on a node does before its containers run: it pulls an image, or attaches a volume."""
+    return f"pod {pod['metadata']['name']} is on a node: {waits_for(pod, [])}"
+
+
 def last_event(events: list[Object], *reasons: str) -> str:
     """The message of the latest event with the first reason in `reasons` that has events; "" if there is no event."""
     for reason in reasons:

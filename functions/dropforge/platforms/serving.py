@@ -19,7 +19,7 @@ from dropforge.cloud.secrets import read_secret
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
-from .training import Launch, key_variable
+from .training import Launch, Waits, key_variable
 
 KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
@@ -56,7 +56,7 @@ class Server(Protocol):
     def resources(self, deployment: Deployment) -> list[Any]:
         """The resources that `deploy` creates, in order. Pure. The first resource stands for the endpoint."""
 
-    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         """Advance towards a ready endpoint; its URL once the platform reports it as ready."""
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
@@ -49,11 +49,18 @@ class Phase(StrEnum):
     GONE = "gone"  # the resource does not exist
 
 
+class Waits(NamedTuple):
+    """An answer of a platform: not yet. `reason` is why, in the cloud's own words where it gives any."""
+
+    reason: str
+
+
 @dataclass(frozen=True)
 class Status:
     """The status of an attempt's cloud resource.
 
-    `is_paid` says that the attempt is pending and already has some of its machines.
+    `is_paid` says that the attempt is pending and already has some of its machines. `starting` says what a machine that
+    runs does before the container runs: it pulls an image, or attaches a volume.
     """
 
     phase: Phase
@@ -63,6 +70,12 @@ class Status:
     ended: datetime | None = None
     hint: str = ""
     is_paid: bool = False
+    starting: str = ""
+
+    @property
+    def wait_reason(self) -> str:
+        """Why the container does not run yet; "" if the cloud gives no reason, or if it runs or has ended."""
+        return self.message if self.phase is Phase.PENDING else self.starting
 
 
 class Target(Protocol):
@@ -77,8 +90,8 @@ class Target(Protocol):
     def resources(self, launch: Launch) -> list[Resource]:
         """The resources that `provision` creates, in order. Pure: the same for the same launch."""
 
-    def provision(self, cloud: Cloud, launch: Launch) -> bool:
-        """Advance towards a running attempt; True once it is launched. A repeated call creates nothing twice."""
+    def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
+        """Advance towards a running attempt; None once it is launched. A repeated call creates nothing twice."""
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         """Read the attempt's status once."""

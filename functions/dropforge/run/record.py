@@ -11,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
+from dropforge.base.redact import cut
 
 from .events import Told
 
 Limit = Literal["max_duration", "max_cost_usd"]  # fields of a spec's `limits`
 END_TOLD = "end"  # the notice key of a record whose end was announced
 WAITING_SECONDS = 30  # between two notes that an attempt waits
+MAX_REASON = 500  # characters of a reason for waiting: a cloud's text, which may be of any length
 KEPT_IDS = 100  # superseded executions that a record names: calls of older executions have ended
 
 
@@ -75,7 +77,8 @@ class Attempt(Stored):
 
     `limit` names the limit that decides the deadline. `launched` is when the resources were seen to exist, if that took
     longer than WAITING_SECONDS; the wait for capacity begins then. `waiting` is when the attempt was last seen without
-    a running machine. `running` is the earliest time at which the machine may have started: the cost counts from then.
+    a running machine; `wait_reason` is why, in the cloud's own words, and stays if the attempt ends before it runs.
+    `running` is the earliest time at which the machine may have started: the cost counts from then.
     `seen` is when all machines were first seen running, unless the container reported its start: the time without
     progress (`limits.stuck_after`) counts from then.
     """
@@ -94,6 +97,17 @@ class Attempt(Stored):
     seen: datetime | None = None
     ended: datetime | None = None
     error: RunError | None = None
+    cancelled: bool = False  # a user ended the run, and with it the attempt
+    wait_reason: str = ""
+
+    @property
+    def ending(self) -> str:
+        """How the attempt ended: "success", "cancelled" or the class of its error; "" while it has not ended."""
+        if self.ended is None:
+            return ""
+        if self.error is not None:
+            return str(self.error.error_class)
+        return "cancelled" if self.cancelled else "success"
 
     def is_noted_waiting(self, at: datetime) -> bool:
         """Whether the wait is noted up to about that time. A running or ended attempt needs no note."""
@@ -269,6 +283,7 @@ class Record(Stored):
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
+    endpoint_wait_reason: str = ""  # why the endpoint is not ready yet, in the cloud's own words
     parity: Parity | None = None
     outcome: Outcome | None = None
     queued: Queued | None = None
@@ -289,6 +304,16 @@ class Record(Stored):
     def attempt(self) -> int:
         """The number of the latest attempt; 0 before the first."""
         return self.attempts[-1].number if self.attempts else 0
+
+    @property
+    def wait_reason(self) -> str:
+        """Why the attempt that is opened, or the endpoint that is created, does not run yet; "" if nothing waits.
+
+        Of a finished run: what its last attempt, or its endpoint, waited for when the run ended.
+        """
+        if self.endpoint is not None or not self.attempts:
+            return ""
+        return self.endpoint_wait_reason or self.attempts[-1].wait_reason
 
     @property
     def began(self) -> datetime:
@@ -319,7 +344,7 @@ class Record(Stored):
         moved = Transition(state=state, time=now, attempt=self.attempt)
         attempts = self.attempts
         if state.is_terminal:  # an attempt may still be open, after a cancel for example; its resources are deleted
-            attempts = [a.model_copy(update={"ended": a.ended or now}) for a in attempts]
+            attempts = [a if a.ended else self._stopped(a, now) for a in attempts]
         changes = {"state": state, "history": [*self.history, moved], "attempts": attempts, "queued": None}
         return self.model_copy(update=changes)
 
@@ -366,6 +391,17 @@ class Record(Stored):
             attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
         )
 
+    def with_stop(self, attempt: int, now: datetime) -> Record:
+        """This record with the end of an attempt that neither succeeded nor failed: its run ends."""
+        return self._with_attempt(attempt, lambda a: a if a.ended else self._stopped(a, now))
+
+    def _stopped(self, attempt: Attempt, now: datetime) -> Attempt:
+        """An open attempt as its run ends: by a cancel, or with the error of the run."""
+        if self.cancel_requested is not None:
+            return attempt.model_copy(update={"ended": now, "cancelled": True})
+        error = self.error or (self.outcome.error if self.outcome else None)
+        return attempt.model_copy(update={"ended": now, "error": error})
+
     def with_launch(self, attempt: int, now: datetime) -> Record:
         """This record with the time at which an attempt's resources were seen to exist; a noted time stays."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
@@ -375,6 +411,21 @@ class Record(Stored):
         return self._with_attempt(
             attempt, lambda a: a if a.is_noted_waiting(at) else a.model_copy(update={"waiting": at})
         )
+
+    def with_wait_reason(self, attempt: int, reason: str) -> Record:
+        """This record with why an attempt does not run yet ("": it runs); the same record if it has the reason."""
+        kept = cut(reason, MAX_REASON)
+        waiting = [a for a in self.attempts if a.number == attempt and a.ended is None and a.wait_reason != kept]
+        if not waiting or (kept and self.state is not RunState.PROVISIONING):  # the call is late
+            return self
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"wait_reason": kept}))
+
+    def with_endpoint_wait_reason(self, reason: str) -> Record:
+        """This record with why its endpoint is not ready yet; the same record if it has the reason."""
+        kept = cut(reason, MAX_REASON)
+        if self.state is not RunState.DEPLOYING or self.endpoint is not None or kept == self.endpoint_wait_reason:
+            return self
+        return self.model_copy(update={"endpoint_wait_reason": kept})
 
     def with_running(self, attempt: int, since: datetime) -> Record:
         """This record with the earliest time at which an attempt may have run; a noted time stays."""

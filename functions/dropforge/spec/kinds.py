@@ -87,6 +87,11 @@ class TargetSpec(_Typed):
         return ()
 
     @property
+    def start_seconds(self) -> int:
+        """How long an attempt takes at the least until its container trains: machines, image, model."""
+        return 60
+
+    @property
     def machines(self) -> int:
         """The machines with accelerators of an attempt."""
         return 1

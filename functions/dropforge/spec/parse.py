@@ -17,7 +17,7 @@ from dropforge.base.redact import TOKEN, cut
 
 from . import registry
 from .job import JobSpec
-from .parts import Wrong, shown
+from .parts import Wrong, shown, words_of
 
 MAX_SPEC_BYTES = 256 * 1024
 # For each spec: all problems must fit a run event, and a function must list them within its time-out.
@@ -143,7 +143,7 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     if kind == "value_error" and isinstance(wrong := context["error"], Wrong):
         return wrong.problem._replace(pointer=pointer + wrong.problem.pointer)
     if kind == "string_pattern_mismatch":
-        return SpecProblem(pointer, "malformed value", shown(error["input"]), f"text matching {context['pattern']}")
+        return SpecProblem(pointer, "malformed value", shown(error["input"]), words_of(context["pattern"]))
     if error["msg"].startswith("Input should be "):
         message = "wrong type" if kind.endswith("_type") else "wrong value"
         return SpecProblem(pointer, message, shown(error["input"]), error["msg"].removeprefix("Input should be "))

@@ -101,11 +101,15 @@ def parameters_of(source: str) -> int | None:
 
 
 def time_problems(spec: JobSpec) -> list[SpecProblem]:
-    """A problem if max_duration is too short for an attempt."""
-    if seconds(spec.limits.max_duration) >= MIN_ATTEMPT_SECONDS:
+    """A problem if max_duration ends before an attempt can start and train a little."""
+    start = spec.target.start_seconds
+    if seconds(spec.limits.max_duration) >= start + MIN_ATTEMPT_SECONDS:
         return []
-    allowed, expected = repr(spec.limits.max_duration), f"at least {MIN_ATTEMPT_SECONDS}s"
-    return [SpecProblem("/limits/max_duration", "too short for an attempt", allowed, expected)]
+    expected = (
+        f"at least {start + MIN_ATTEMPT_SECONDS}s: target {spec.target.type} takes {start} s or more until it trains, "
+        f"and {MIN_ATTEMPT_SECONDS} s of training are the least"
+    )
+    return [SpecProblem("/limits/max_duration", "too short for an attempt", repr(spec.limits.max_duration), expected)]
 
 
 def budget_problems(spec: JobSpec) -> list[SpecProblem]:

@@ -11,7 +11,7 @@ Whoever may delete a spec may cancel its run.
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import requests
 
@@ -23,11 +23,13 @@ from dropforge.cloud.executions import wake
 from dropforge.context import Context
 from dropforge.deletion import end_endpoint
 from dropforge.run.events import Request
-from dropforge.run.record import Record, RunState
-from dropforge.tell.everybody import is_unstarted, tell_unstarted
+from dropforge.run.record import Notice, Record, RunState
+from dropforge.tell.everybody import is_unstarted, tell_unstarted, warn
 from dropforge.tell.run_events import answer_unknown
 
 from .places import leave
+
+RECORD_WITHIN = timedelta(minutes=1)  # a run has a record as long after its upload, unless its submit fails
 
 
 def cancel_requested(context: Context, run: str, request: Request) -> None:
@@ -75,12 +77,35 @@ def cancel_deleted(context: Context, bucket: str, name: str, generation: str) ->
     blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
     if blob is not None:
         context.log("the spec was overwritten", stage="submit", run=run, by=str(blob.generation))
+        later = names.run_id_of_object(bucket, name, str(blob.generation))
+        if later != run:
+            _tell_same_spec(context, run, later, blob.time_created)
         return
     record = context.store.find(run)
     if record is not None and record.state.is_terminal and not is_unstarted(record):
         context.log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
         return
     cancel(context, run)
+
+
+def _tell_same_spec(context: Context, earlier: str, later: str, uploaded: datetime) -> None:
+    """Tell people if an upload under the same name started a run with the spec of a run that still works.
+
+    Both run and cost money: perhaps nobody wanted the second. Raises RetryLater while the later run has no record yet.
+    """
+    store = context.store
+    former = store.find(earlier)
+    if former is None or former.state.is_terminal or former.cancel_requested:
+        return
+    record = store.find(later)
+    if record is None:
+        if context.now() - uploaded < RECORD_WITHIN:
+            raise RetryLater(f"run {later}, whose spec overwrote that of run {earlier}, has no record yet")
+        return
+    if record.state.is_terminal or store.spec(later) != store.spec(earlier):
+        return
+    text = f"the same spec was uploaded before under the same name: run {earlier} is {former.state}. Both runs continue"
+    warn(context, record, store.spec(later), Notice("same-spec", "has the spec of a run that continues", text))
 
 
 def _request(context: Context, run: str, topic: str) -> Record | None:

@@ -12,7 +12,7 @@ from dropforge.cloud.context import Cloud
 from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
-from dropforge.platforms.training import launch_of
+from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.record import Endpoint, Record, ResourceState, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
@@ -20,6 +20,7 @@ from dropforge.tell.run_events import announce
 from .answers import Failed, Pending, Ready, Superseded, failed, superseded
 from .looks import next_look_since
 from .parity import compare
+from .waits import cancelled_while, note_endpoint_wait
 
 COMPLETION_TIMEOUT_SECONDS = 120
 
@@ -36,7 +37,7 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
     if record.cancel_requested:
-        return failed(ErrorClass.CANCELLED, "cancelled while deploying")
+        return failed(ErrorClass.CANCELLED, cancelled_while(record.endpoint_wait_reason, "deploying"))
     if record.endpoint:
         return Ready(url=record.endpoint.url)
     announce(context, record, RunState.DEPLOYING)
@@ -95,12 +96,16 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     if not store.intend_all(record, entries, record.attempt, lambda latest: latest.state is RunState.DEPLOYING):
         return superseded(store.record(record.run))
     url = server.deploy(context.cloud, deployment)
-    if url is None:
+    if isinstance(url, Waits):
+        note_endpoint_wait(context, record, url.reason, began)
         return _not_ready(context, deployment, began, lambda: server.why_not_ready(context.cloud, deployment))
     key = endpoint_key(context.cloud, spec)
     if problem := completion_problem(context.cloud, url, spec.name, key):
+        # Not the problem itself: its text differs at each look, and the record would be written again and again.
+        note_endpoint_wait(context, record, "the server does not answer a completion yet", began)
         return _not_ready(context, deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
     if unfinished := _compare(context, record, spec, url, key):
+        note_endpoint_wait(context, record, "its answers are being compared with the model's", began)
         return _not_ready(context, deployment, began, lambda: unfinished)
     ready = context.now()
     if ready >= expires:
@@ -136,7 +141,7 @@ def _ready(context: Context, record: Record, endpoint: Endpoint, resources: list
         if latest.state is not RunState.DEPLOYING:
             return latest
         created = latest.with_ledger(lambda ledger: ledger.with_state(resources, ResourceState.CREATED, endpoint.ready))
-        return created.model_copy(update={"endpoint": endpoint})
+        return created.model_copy(update={"endpoint": endpoint, "endpoint_wait_reason": ""})
 
     record = context.store.update(record.run, change)
     if record.endpoint is None:

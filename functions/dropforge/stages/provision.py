@@ -19,6 +19,7 @@ from .answers import Cancelled, Failed, Gate, Pending, Running, Succeeded, Super
 from .looks import LONGEST_SECONDS, SHORTEST_SECONDS, next_look
 from .places import wait_for_place
 from .retries import retry_or_fail
+from .waits import cancelled_while, note_wait, warn_of_wait
 
 MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
 _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
@@ -137,7 +138,7 @@ def _open_attempt(context: Context, record: Record, number: int, spec: JobSpec, 
 
 def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> Running | Pending | Failed | Superseded:
     if record.cancel_requested:
-        return failed(ErrorClass.CANCELLED, "cancelled while provisioning")
+        return failed(ErrorClass.CANCELLED, cancelled_while(record.wait_reason, "provisioning"))
     if record.attempt != attempt:
         return _not_opened(context, record, spec)
     latest = record.attempts[-1]
@@ -173,15 +174,16 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
     if not store.intend_all(record, resources, launch.attempt, _is_current(launch)):
         return superseded(store.record(launch.run))
     asked = context.now()
-    if not target.provision(context.cloud, launch):
+    if waits := target.provision(context.cloud, launch):
         # No machine was running when the cloud answered, so the cost counts from then at the earliest.
-        if not attempt.is_noted_waiting(asked):
-            store.update(launch.run, lambda latest: latest.with_waiting(launch.attempt, asked))
+        record = note_wait(context, record, waits.reason, asked)
+        record = warn_of_wait(context, record, launch.spec)
         # Creating a cluster of the attempt, or a machine without a queue, takes time; max_wait is for capacity only.
         waited = (context.now() - attempt.started).total_seconds()
         patience = max(attempt.max_wait_seconds or 0, launch.settings.provision_deadline_seconds)
         if waited > min(launch.timeout_seconds, patience):
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
+            message += f": {record.wait_reason}" * bool(record.wait_reason)
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         usual = max((context.platforms.usual(kind).creation for kind, _ in resources), default=0.0)
         return Pending(wait_seconds=next_look(waited, usual), deadline=attempt.deadline.timestamp())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.tell.everybody import tell, tell_unstarted
+from dropforge.tell.run_events import answer_ignored
 
 from . import admission
 from .cancel import cancel
@@ -34,6 +36,12 @@ from .ceiling import with_defaults
 
 # The delivery that wrote the record starts the execution within this time; another delivery waits that long.
 START_SECONDS = 5
+_COMMANDS = {"cancel", "spec_uri"}
+_ENVELOPES = (
+    "one of: a job spec itself, with api_version and nothing around it; "
+    '{"spec_uri": "gs://BUCKET/OBJECT"} alone; {"cancel": "RUN"} alone'
+)
+_KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f\ud800-\udfff]{1,1024}")
 
 
@@ -50,9 +58,32 @@ def submit_object(context: Context, bucket: str, name: str, generation: str, siz
     return _submit(context, run, source, data)
 
 
+def ignore_object(context: Context, bucket: str, name: str, generation: str) -> None:
+    """Answer the upload of an object that is no spec, if it looks like one: a log line and a run event, no record.
+
+    Other objects, such as rows of a data set, and folders get no answer. The answer is no object, so it cannot be
+    answered again.
+    """
+    kind = re.search(r"\.(json|ya?ml)\Z", name, re.IGNORECASE)
+    if name.endswith("/") or not (kind or name.startswith(names.SPECS_PREFIX)):
+        return
+    uri = cut(f"gs://{bucket}/{name}", 300)
+    if name.startswith(names.SPECS_PREFIX):
+        problem = f"its name ends in {kind[0]}" if kind else "its name does not end in .json"
+        problem += "; a job spec is a JSON document"
+    else:
+        problem = f"it does not lie below {names.SPECS_PREFIX}"
+    text = f"{uri} started nothing: {problem}; upload a job spec as gs://{bucket}/{names.SPECS_PREFIX}NAME.json"
+    context.log("ignored an object", stage="submit", severity="NOTICE", object=uri, problem=text)
+    answer_ignored(context, names.run_id_of_object(bucket, name, generation), uri, text)
+
+
 def submit_message(context: Context, data: bytes, request: Request) -> Record:
     """Submit the spec in a request message. Raises RetryLater and client errors."""
-    return _submit(context, run_of_request(context.settings, request), _source(request), data)
+    run = run_of_request(context.settings, request)
+    if problem := _envelope_problem(data):
+        return _reject(context, run, _source(request), [problem], data)
+    return _submit(context, run, _source(request), data)
 
 
 def submit_uri(context: Context, uri: str, request: Request) -> Record:
@@ -165,13 +196,40 @@ def _data_buckets(settings: Settings) -> list[str]:
 
 def _is_spec(data: bytes) -> bool:
     """Whether an object was written as a job spec, with whatever mistakes."""
-    if len(data) > MAX_SPEC_BYTES:
-        return False
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
+    content = json_of(data)
     return isinstance(content, dict) and "api_version" in content
+
+
+def json_of(data: bytes) -> Any:
+    """The content of a small JSON document; None for other data, whose problem `parse_spec` reports."""
+    if len(data) > MAX_SPEC_BYTES:  # before it is parsed: parsed JSON takes up to sixty times the memory of its text
+        return None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_text(texts: Iterable[str]) -> bool:
+    """Whether the texts have no half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _envelope_problem(data: bytes) -> SpecProblem | None:
+    """What is wrong with a message that was not written as a job spec; None for a spec, with whatever mistakes."""
+    content = json_of(data)
+    if content is None or (isinstance(content, dict) and not _is_text(content)):
+        return None
+    if not isinstance(content, dict):
+        return SpecProblem("", "the message is no request", f"a JSON {_KINDS[type(content)]}", _ENVELOPES)
+    if "api_version" in content or (content.keys() & JobSpec.model_fields.keys() and not content.keys() & _COMMANDS):
+        return None
+    found = ", ".join(cut(repr(field), 60) for field in list(content)[:10]) or "an empty object"
+    return SpecProblem("", "the message is no request", found, _ENVELOPES)
 
 
 def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
@@ -267,11 +325,9 @@ def _reject(context: Context, run: str, source: str, problems: list[SpecProblem]
 
 def _name(data: bytes) -> str:
     """The `name` in a rejected spec; "" if it cannot be read."""
-    if len(data) > MAX_SPEC_BYTES:
-        return ""
     try:
-        name: Any = json.loads(data)["name"]
+        name: Any = json_of(data)["name"]
         name.encode()
         return cut(name, 63)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half of a surrogate pair is no text
+    except (ValueError, KeyError, TypeError, AttributeError):  # half of a surrogate pair is no text
         return ""

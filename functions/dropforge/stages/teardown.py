@@ -126,12 +126,13 @@ def _without_waiting_attempt(record: Record, now: datetime) -> Record:
     latest = record.attempts[-1] if record.attempts else None
     if latest is None or latest.ended or latest.running or latest.seen or record.state is not RunState.PROVISIONING:
         return record
-    return record.with_end(latest.number, None, now)
+    return record.with_stop(latest.number, now)
 
 
 def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:
     record = record.claimed(execution)
     if record.execution != execution or record.state.is_terminal or scope != "run":
         return record
-    moved = _without_waiting_attempt(record, now).entered(RunState.TEARING_DOWN, now)
-    return moved if moved.outcome or outcome is None else moved.model_copy(update={"outcome": outcome})
+    if record.outcome is None and outcome is not None:
+        record = record.model_copy(update={"outcome": outcome})
+    return _without_waiting_attempt(record, now).entered(RunState.TEARING_DOWN, now)

@@ -70,6 +70,19 @@ def answer_unknown(context: Context, run: str, request: Request) -> None:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
+def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
+    """Answer the upload of an object that is no spec. `run` would be its run. An event that is lost is only logged."""
+    event = RunEvent(
+        id=f"{run}/notice/ignored",
+        run=run,
+        state=UNKNOWN,
+        time=context.now(),
+        notice="ignored",
+        details={"object": uri, "text": text},
+    )
+    publish(context, event)
+
+
 def publish(context: Context, event: RunEvent) -> str:
     """Publish a run event, unless this process has published it; return the problem, or "".
 
@@ -95,6 +108,8 @@ def _details(record: Record, entered: Transition, now: datetime) -> dict[str, An
     details: dict[str, Any] = {"source": record.source}
     if entered.attempt:
         details["attempt"] = entered.attempt
+    if record.wait_reason:
+        details["wait_reason"] = record.wait_reason
     if entered.state.is_terminal:
         details["metrics"] = record.metrics
         details["error"] = record.error.model_dump(mode="json") if record.error else None

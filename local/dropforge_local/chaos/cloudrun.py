@@ -190,9 +190,12 @@ class CloudRun:
             state = states.CONDITION_SUCCEEDED if job.exit_code == 0 else states.CONDITION_FAILED
         message = f"Task t failed with exit code: {job.exit_code or 0} and message: ..." if job.exit_code != 0 else ""
         condition = SimpleNamespace(type_="Completed", state=state, reason=0, message=message)
+        has_gpu = states.CONDITION_RECONCILING if job.running is None else states.CONDITION_SUCCEEDED
+        text = "Waiting for nvidia-l4 quota." if job.running is None else ""
+        resources = SimpleNamespace(type_="ResourcesAvailable", state=has_gpu, reason=0, message=text)
         return SimpleNamespace(
             name=f"{job.name}/executions/{job.name.rsplit('/', 1)[1]}-{job.request.start_execution_token}",
-            conditions=[condition],
+            conditions=[condition, resources],
             running_count=int(job.running is not None and job.ended is None),
             cancelled_count=int(job.cancelled),
             completion_time=_time(job.ended),
@@ -259,7 +262,9 @@ class CloudRun:
             reconciling=not ready,
             generation=1,
             observed_generation=int(ready and not service.failure),
-            terminal_condition=SimpleNamespace(state=state, message=service.failure, reason=0),
+            terminal_condition=SimpleNamespace(
+                state=state, message=service.failure or ("" if ready else "Starting a container."), reason=0
+            ),
             delete_time=_time(service.deleted),
             create_time=_time(service.created),
         )

@@ -246,10 +246,10 @@ class ModelTarget:
             return [Resource(JOB, f"jobs/{names.training_name(wanted.run, wanted.attempt)}")]
         return [Resource(SERVICE, f"services/{names.endpoint_name(wanted.run)}")]
 
-    def provision(self, cloud: Any, launch: Launch) -> bool:
+    def provision(self, cloud: Any, launch: Launch) -> None:
         if self.stage.refuse:
             raise CloudError(ErrorClass.STOCKOUT, "no more capacity")
-        return self._create(self.resources(launch)[0].name)
+        self._create(self.resources(launch)[0].name)
 
     def inspect(self, cloud: Any, launch: Launch) -> Status:
         name = self.resources(launch)[0].name
@@ -258,7 +258,7 @@ class ModelTarget:
             return Status(Phase.FAILED, name, ErrorClass.PREEMPTED)
         return Status(Phase(phase), name, ErrorClass.CODE if phase == "failed" else None)
 
-    def deploy(self, cloud: Any, deployment: Any) -> str | None:
+    def deploy(self, cloud: Any, deployment: Any) -> str:
         self._create(self.resources(deployment)[0].name)
         return "https://endpoint.chaos"
 
@@ -278,9 +278,8 @@ class ModelTarget:
         self.stage.effect("delete", lambda: self.stage.cloud.pop(name, None))
         return True
 
-    def _create(self, name: str) -> bool:
+    def _create(self, name: str) -> None:
         self.stage.effect("create", lambda: self.stage.cloud.setdefault(name, "running"))
-        return True
 
 
 class Explorer:

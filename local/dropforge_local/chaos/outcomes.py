@@ -209,6 +209,19 @@ def touches_its_own(life: Life) -> Iterator[tuple[float, str]]:
             yield at.time, f"{at.value['by']}, which was called for {run}, touched {at.value['name']}"
 
 
+def reasons_are_true(life: Life) -> Iterator[tuple[float, str]]:
+    """Nothing is said to wait once it runs, and only a cancel is named as the end of an attempt that it ended."""
+    for record in life.records:
+        value = record.value
+        attempts = value["attempts"]
+        if value["state"] == "TRAINING" and attempts and attempts[-1].get("wait_reason"):
+            yield record.time, f"the run trains, but is said to wait: {attempts[-1]['wait_reason']}"
+        if value["endpoint"] and value.get("endpoint_wait_reason"):
+            yield record.time, f"the endpoint is ready, but is said to wait: {value['endpoint_wait_reason']}"
+        if any(attempt.get("cancelled") for attempt in attempts) and not value["cancel_requested"]:
+            yield record.time, "an attempt is said to be cancelled, but no user requested the end of the run"
+
+
 RULES: tuple[Rule, ...] = (
     success_has_a_model,
     ready_means_answered,
@@ -222,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     ends_in_time,
     cost_is_true,
     waits_are_true,
+    reasons_are_true,
     touches_its_own,
 )
 

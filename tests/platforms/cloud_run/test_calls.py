@@ -18,7 +18,7 @@ from dropforge.cloud.context import Cloud
 from dropforge.platforms.cloud_run.serve import CloudRunService, service_name
 from dropforge.platforms.cloud_run.train import CloudRunJobs, execution_name, job_name, job_request
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import Phase, Status
+from dropforge.platforms.training import Phase, Status, Waits
 
 from ...deployments import settings_with
 from .test_preview import NOW, launch, spec_of
@@ -30,6 +30,8 @@ LAUNCH = replace(launch(), run=RUN)
 JOB, EXECUTION = job_name(LAUNCH), execution_name(LAUNCH)
 DEPLOYMENT = Deployment(LAUNCH.run, spec_of(), settings_with(), NOW)
 SERVICE = service_name(DEPLOYMENT)
+CREATED = Waits("Cloud Run creates the service and starts its container")
+QUOTA = "Waiting for nvidia-l4 quota in us-central1: 3 of 3 in use."
 
 
 class Time(Clock):
@@ -106,9 +108,11 @@ def job(state: Any = State.CONDITION_SUCCEEDED, run: str = LAUNCH.run, **conditi
     return run_v2.Job(name=JOB, labels=labels(run), terminal_condition=run_v2.Condition(state=state, **condition))
 
 
-def execution(state: Any = State.CONDITION_RECONCILING, running: int = 0, **condition: Any) -> Any:
+def execution(
+    state: Any = State.CONDITION_RECONCILING, running: int = 0, others: list[Any] | None = None, **condition: Any
+) -> Any:
     completed = run_v2.Condition(type_="Completed", state=state, **condition)
-    return run_v2.Execution(name=EXECUTION, conditions=[completed], running_count=running)
+    return run_v2.Execution(name=EXECUTION, conditions=[completed, *(others or [])], running_count=running)
 
 
 def service(run: str = LAUNCH.run, state: Any = State.CONDITION_SUCCEEDED, **fields: Any) -> Any:
@@ -123,11 +127,11 @@ def status_of(api: CloudRun) -> Status:
 
 def test_a_create_whose_answer_was_lost_is_not_made_twice() -> None:
     api = CloudRun(job())
-    assert CloudRunJobs().provision(api.cloud(), LAUNCH) is True
+    assert CloudRunJobs().provision(api.cloud(), LAUNCH) is None
     assert api.calls == ["create"]
     endpoint = CloudRun()
     cloud = endpoint.cloud()
-    assert CloudRunService().deploy(cloud, DEPLOYMENT) is None  # it was created, and is not visible yet
+    assert CloudRunService().deploy(cloud, DEPLOYMENT) == CREATED  # and is not visible yet
     assert endpoint.calls == ["create"]
 
 
@@ -213,14 +217,39 @@ def test_a_service_is_deleted_and_gone_once_a_read_shows_that(dies: bool) -> Non
 
 
 @pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        ([job(State.CONDITION_RECONCILING, message="Imported container image.")], "Imported container image."),
+        ([job(), execution(message="Waiting for execution to complete.")], "Waiting for execution to complete."),
+        (
+            [
+                job(),
+                execution(
+                    others=[
+                        run_v2.Condition(type_="ContainerReady", state=State.CONDITION_SUCCEEDED, message="ready"),
+                        run_v2.Condition(type_="ResourcesAvailable", state=State.CONDITION_RECONCILING, message=QUOTA),
+                    ],
+                    message="Waiting for execution to complete.",
+                ),
+            ],
+            QUOTA,
+        ),
+        ([job(), execution(running=1, message="Waiting for execution to complete.")], ""),
+    ],
+)
+def test_a_waiting_execution_gives_cloud_runs_own_reason(resources: list[Any], reason: str) -> None:
+    assert status_of(CloudRun(*resources)).wait_reason == reason
+
+
+@pytest.mark.parametrize(
     ("made", "url"),
     [
         (service(), "https://endpoint"),
-        (service(observed_generation=1), None),
-        (service(reconciling=True), None),
+        (service(observed_generation=1), Waits("the container failed to start")),
+        (service(reconciling=True), Waits("the container failed to start")),
     ],
 )
-def test_a_service_is_asked_only_once_cloud_run_reports_it_as_ready(made: Any, url: str | None) -> None:
+def test_a_service_is_asked_only_once_cloud_run_reports_it_as_ready(made: Any, url: str | Waits) -> None:
     assert CloudRunService().deploy(CloudRun(made).cloud(), DEPLOYMENT) == url
 
 

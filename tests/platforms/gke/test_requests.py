@@ -19,10 +19,10 @@ from dropforge.cloud import kubernetes
 from dropforge.platforms.gke import serve
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
-from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
+from dropforge.platforms.gke.requests import cluster_of, cluster_request, job_manifest, service_manifest
 from dropforge.platforms.gke.status import status_of_job
 from dropforge.platforms.gpus import GPUS
-from dropforge.platforms.training import Launch, Phase, Status, class_of_exit
+from dropforge.platforms.training import Launch, Phase, Status, Waits, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems, deployment_problems, machine_problems
 from dropforge_cli.deployment import placeholders
@@ -424,6 +424,15 @@ def test_a_job_that_does_not_run_has_a_reason(
     outcome = status(job(), pods, *events)
     assert (outcome.phase, outcome.error_class) == (phase, expected)
     assert outcome.message or phase is Phase.RUNNING
+    is_ready = phase is Phase.RUNNING and pods[0]["status"].get("phase") == "Running"
+    assert bool(outcome.wait_reason) is (phase is Phase.PENDING or (phase is Phase.RUNNING and not is_ready))
+
+
+def test_the_reason_for_waiting_is_kubernetes_own() -> None:
+    scale_up = event("FailedScaleUp", "failed: GCE quota exceeded. Pod")
+    assert status(job(), [UNSCHEDULED], scale_up).wait_reason.endswith("GCE quota exceeded. Pod")
+    assert "ContainerCreating" in status(job(), [waiting("ContainerCreating")]).wait_reason
+    assert "Back-off" in status(job(), [waiting("ImagePullBackOff", "Back-off pulling image")]).wait_reason
 
 
 def test_a_job_runs_when_its_last_pod_has_a_machine() -> None:
@@ -465,7 +474,9 @@ def test_every_state_of_a_cluster_has_a_status(
     monkeypatch.setattr(kubernetes, "connect", lambda _, cluster: Accepting())
     attempt = launch({"cluster": {"create": create}})
     if expected in ("cluster", None):
-        assert gke.GkeJobs().provision(cloud_with(), attempt) is (expected == "cluster")
+        assert gke.GkeJobs().provision(cloud_with(), attempt) == (
+            None if expected == "cluster" else Waits(f"{cluster_of(attempt)} is being created")
+        )
         return
     with pytest.raises(CloudError, match=f"is {state}: UNKNOWN: no node has registered") as failure:
         gke.GkeJobs().provision(cloud_with(), attempt)

@@ -19,9 +19,10 @@ from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes
 from dropforge.cloud.resource import Resource
+from dropforge.platforms.gke.requests import cluster_of
 from dropforge.platforms.gke.train import JOB, GkeJobs
 from dropforge.platforms.ray.train import RayJobs
-from dropforge.platforms.training import Launch, Phase
+from dropforge.platforms.training import Launch, Phase, Waits
 from dropforge.spec import parse_spec
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -170,8 +171,8 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
 
 def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Cloud) -> None:
     attempt = launch("succeed")
-    assert TARGET.provision(attempt)
-    assert TARGET.provision(attempt)  # the reply was lost
+    assert TARGET.provision(attempt) is None
+    assert TARGET.provision(attempt) is None  # the reply was lost
     [job] = TARGET.resources(attempt)
     assert len(cloud.api.find("dropforge", "pods", labelSelector=f"dropforge-run={attempt.run}")) <= 1
     status = STAGES.ended(attempt)
@@ -236,8 +237,8 @@ def test_an_attempt_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> 
 
 def test_an_attempts_own_cluster_is_created_and_deleted(cloud: Cloud) -> None:
     attempt = launch("succeed", cluster={"create": True})
-    assert not TARGET.provision(attempt)
-    assert not TARGET.provision(attempt)  # GKE still creates the cluster; the second call creates no other cluster
+    assert TARGET.provision(attempt) == Waits(f"{cluster_of(attempt)} is being created")
+    assert TARGET.provision(attempt)  # GKE still creates the cluster; the second call creates no other cluster
     STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
     created = kubernetes.find_cluster(present(), cluster.name)
@@ -318,12 +319,12 @@ def test_after_a_lost_reply_nothing_is_created_twice(cloud: Cloud, code: int) ->
     cloud.faults("kubernetes", fail_next={"verb": "create", "resource": "jobs", "code": code, "after_effect": True})
     attempt = launch("sleep")
     if code == 409:  # the answer is correct: the job exists
-        assert TARGET.provision(attempt)
+        assert TARGET.provision(attempt) is None
     else:
         with pytest.raises(CloudError) as failure:
             TARGET.provision(attempt)
         assert failure.value.error_class is ErrorClass.TRANSIENT
-        assert TARGET.provision(attempt)
+        assert TARGET.provision(attempt) is None
     STAGES.wait_for(attempt, Phase.RUNNING)
     STAGES.tear_down(TARGET.resources(attempt))
 

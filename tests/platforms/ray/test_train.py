@@ -50,7 +50,7 @@ def launch(**target: Any) -> Launch:
 def attempt(cloud: Cloud) -> Iterator[Launch]:
     """Launch an attempt in its own Autopilot cluster; delete the cluster after the test."""
     attempt = launch(cluster={"create": True})
-    until(lambda: TARGET.provision(attempt), bool)
+    until(lambda: TARGET.provision(attempt) is None, bool)
     yield attempt
     Stages(TARGET).tear_down(reversed(requests(attempt)))
     assert kubernetes.find_cluster(present(), cluster_of(attempt)) is None
@@ -70,7 +70,7 @@ def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
     standing = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
     for manifest in namespace_manifests(attempt):
         kubernetes.connect(present(), standing).create(manifest)
-    until(lambda: TARGET.provision(attempt), bool)
+    until(lambda: TARGET.provision(attempt) is None, bool)
     yield attempt
     clients.gke().delete_cluster(name=cluster_of(attempt))
 
@@ -84,7 +84,7 @@ def test_a_cluster_without_the_operator_is_refused_before_anything_is_created(cl
 
 
 def test_a_second_launch_creates_nothing_and_a_missing_image_is_reported(attempt: Launch) -> None:
-    assert TARGET.provision(attempt)
+    assert TARGET.provision(attempt) is None
     api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
     assert len(api.find(RAY.kubernetes_namespace, "rayjobs", "ray.io")) == 1
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.phase is not Phase.PENDING)

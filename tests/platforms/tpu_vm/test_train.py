@@ -22,7 +22,7 @@ from dropforge.cloud.resource import Resource
 from dropforge.cloud.tpu import NODE, QUEUED
 from dropforge.platforms.tpu_vm import train as tpu_vm
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
-from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.spec import parse_spec
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -170,7 +170,7 @@ def _name_of(function: Callable[[Launch], str], attempt: Launch, _: Launch) -> s
 def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "hf"})
     STAGES.provision(attempt)
-    assert TARGET.provision(attempt)  # the reply was lost
+    assert TARGET.provision(attempt) is None  # the reply was lost
     disk, queued, node = TARGET.resources(attempt)
     assert [disk.kind, queued.kind, node.kind] == [DISK, QUEUED, NODE]
     status = STAGES.ended(attempt)
@@ -188,7 +188,7 @@ def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Clo
 
 def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
     attempt = launch("succeed", queued=False, placements=[{"zone": ZONE, "capacity": "spot"}])
-    assert not TARGET.provision(attempt)
+    assert TARGET.provision(attempt) == Waits(f"the node {node_name(attempt)} is being created")
     STAGES.provision(attempt)
     assert clients.tpu().get_node(name=node_name(attempt)).scheduling_config.spot
     assert STAGES.ended(attempt).phase is Phase.SUCCEEDED

@@ -19,6 +19,7 @@ from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec, seconds
 
 from .catalog import cloud_run_price, cloud_run_regions
@@ -49,7 +50,7 @@ class CloudRunService:
     def resources(self, deployment: Deployment) -> list[Resource]:
         return [Resource(KIND, service_name(deployment), service_request(deployment))]
 
-    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         try:
             if self._service(cloud, service_name(deployment)) is None:
                 self._create(cloud, deployment)
@@ -113,12 +114,13 @@ class CloudRunService:
         except Conflict:
             return  # an earlier create whose reply was lost; `_ready` checks the owner
 
-    def _ready(self, cloud: Cloud, deployment: Deployment) -> str | None:
-        """Wait for a while. Returns the URL once the service is ready, None while Cloud Run still creates it."""
+    def _ready(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
+        """Wait for a while. Returns the URL once the service is ready, or what Cloud Run waits for."""
         from google.cloud import run_v2
 
         state = run_v2.Condition.State
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        reason = ""
         while cloud.clock.monotonic() < deadline:
             service = self._service(cloud, service_name(deployment))
             if service is not None:
@@ -129,8 +131,9 @@ class CloudRunService:
                     raise _failure(condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
                     return str(service.uri)
+                reason = condition.message
             cloud.clock.sleep(LOOK_SECONDS)
-        return None
+        return Waits(reason or "Cloud Run creates the service and starts its container")
 
 
 def _failure(message: str) -> CloudError:

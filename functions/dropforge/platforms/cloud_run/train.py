@@ -8,7 +8,7 @@ API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.jobs
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dropforge.base import names
@@ -19,7 +19,7 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Phase, Status, class_of_exit, container_variables, run_labels
+from dropforge.platforms.training import Launch, Phase, Status, Waits, class_of_exit, container_variables, run_labels
 from dropforge.spec import JobSpec
 
 from .catalog import cloud_run_price, cloud_run_regions
@@ -67,17 +67,18 @@ class CloudRunJobs:
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(KIND, job_name(launch), job_request(launch))]
 
-    def provision(self, cloud: Cloud, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
         """Create the job. `inspect` sees whether Cloud Run can start its execution."""
         from google.api_core.exceptions import Conflict
 
         try:
             self._create(cloud, launch)
         except Conflict:  # an earlier create whose answer was lost, or another owner's job
-            return self._is_own(cloud, launch)
+            if not self._is_own(cloud, launch):
+                return Waits(f"{job_name(launch)} is being deleted")
         except client_errors() as error:
             raise classify(error) from error
-        return True
+        return None
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         try:
@@ -268,7 +269,9 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     if state == run_v2.Condition.State.CONDITION_SUCCEEDED:
         return Status(Phase.SUCCEEDED, exit_code=0)
     if state != run_v2.Condition.State.CONDITION_FAILED:
-        return Status(Phase.RUNNING if execution.running_count else Phase.PENDING)
+        if execution.running_count:
+            return Status(Phase.RUNNING)
+        return Status(Phase.PENDING, _obstacle(execution.conditions))
     if execution.cancelled_count:
         return Status(Phase.FAILED, f"the execution was cancelled: {completed.message}", ErrorClass.INFRASTRUCTURE)
     reason = run_v2.Condition.CommonReason(completed.reason).name
@@ -283,6 +286,17 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     timed_out = result is not None and result.status.code == _DEADLINE_EXCEEDED
     error_class = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
     return Status(Phase.FAILED, completed.message, error_class)
+
+
+def _obstacle(conditions: Iterable[Any]) -> str:
+    """Why an execution has no running task: the text of the first condition that is not met, such as the quota's.
+
+    `Completed` stands for the whole execution and says only that it has not ended.
+    """
+    from google.cloud import run_v2
+
+    unmet = [c for c in conditions if c.message and c.state != run_v2.Condition.State.CONDITION_SUCCEEDED]
+    return str(min(unmet, key=lambda c: c.type_ == "Completed").message) if unmet else ""
 
 
 def _jobs_in(cloud: Cloud, region: str) -> list[Listed]:

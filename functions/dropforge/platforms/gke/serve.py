@@ -21,6 +21,7 @@ from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec, seconds
 
 from .catalog import gke_price
@@ -66,23 +67,23 @@ class GkeDeployment:
             manifests += [monitoring_manifest(deployment), autoscaler_manifest(deployment)]
         return [kubernetes.resource_of(cluster_of(deployment), manifest) for manifest in manifests]
 
-    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         api = _connect(cloud, deployment)
         if api is None:
-            return None
+            return Waits(f"{cluster_of(deployment)} is being created")
         resources = self.resources(deployment)
         for resource in resources:
             api.ensure(cluster_of(deployment), resource.request)
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        reason = ""
         while cloud.clock.monotonic() < deadline:
             server, service = api.get(resources[0].name), api.get(resources[1].name)
             is_available = server is not None and _is_available(server, _serve(deployment.spec))
             if is_available and service and (url := url_of(service)):
                 return url
-            if error := _permanent_problem(api, deployment):
-                raise error
+            reason = _wait_reason(api, deployment)
             cloud.clock.sleep(LOOK_SECONDS)
-        return None
+        return Waits(reason)
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         api = _connect(cloud, deployment)
@@ -290,19 +291,26 @@ def _is_ready(pod: Object) -> bool:
     return (pods.condition_of(pod, "Ready") or {}).get("status") == "True"
 
 
-def _permanent_problem(api: Kubernetes, deployment: Deployment) -> CloudError | None:
-    """A problem that does not pass by waiting."""
+def _wait_reason(api: Kubernetes, deployment: Deployment) -> str:
+    """Why the endpoint is not ready yet. Raises CloudError for a problem that does not pass by waiting."""
     server_pods = _pods(api, deployment)
     if not server_pods:
         message = _no_pods(api, deployment)
         error_class = ErrorClass.QUOTA if "exceeded quota" in message else ErrorClass.CONFIG
         hint = "mend what the message names in the cluster's namespace"
-        return CloudError(error_class, message, hint) if _REFUSED.search(message) else None
-    unready = [pod for pod in server_pods if not _is_ready(pod)]
-    for pod in unready:
-        if error := pods.broken(pod, _events(api, deployment, pod["metadata"]["name"])):
-            return error
-    return None
+        if _REFUSED.search(message):
+            raise CloudError(error_class, message, hint)
+        return message or "its Deployment has no pods yet"
+    reasons = []
+    for pod in server_pods:
+        if _is_ready(pod):
+            continue
+        events = _events(api, deployment, pod["metadata"]["name"])
+        if error := pods.broken(pod, events):
+            raise error
+        waiting = pods.unschedulable(pod, events)
+        reasons.append(waiting.message if waiting else pods.starts(pod))
+    return reasons[0] if reasons else "its load balancer has no address yet"
 
 
 def _no_pods(api: Kubernetes, deployment: Deployment) -> str:

@@ -54,6 +54,9 @@ class GkeCluster(Part):
         return self
 
 
+CLUSTER_SECONDS = 300  # GKE creates no cluster faster; it usually takes 8 minutes
+
+
 class ClusterTarget(TargetSpec):
     """A target on GKE: it has placements of GKE, and a cluster.
 
@@ -67,6 +70,10 @@ class ClusterTarget(TargetSpec):
 
         @property
         def placements(self) -> list[GkePlacement]: ...
+
+    @property
+    def start_seconds(self) -> int:
+        return 120 + (CLUSTER_SECONDS if self.cluster.create else 0)
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         cluster = self.cluster

@@ -50,10 +50,11 @@ def status_of_job(job: Object, job_pods: list[Object], nodes: int, events_of: Ca
     if len(job_pods) < nodes:
         missing = f"job {name} has {len(job_pods)} of {nodes} pods"
         return replace(_not_created(events_of(job["metadata"]["uid"]), missing), is_paid=is_paid)
-    for pod in job_pods:
-        if pod["status"].get("phase") == "Pending" and (status := _not_running(pod, events_of)):
+    pending = [pod for pod in job_pods if pod["status"].get("phase") == "Pending"]
+    for pod in pending:
+        if status := _not_running(pod, events_of):
             return replace(status, is_paid=is_paid)
-    return Status(Phase.RUNNING)
+    return Status(Phase.RUNNING, starting=pods.starts(pending[0]) if pending else "")
 
 
 def _not_created(events: list[Object], missing: str) -> Status:

@@ -25,7 +25,7 @@ from dropforge.cloud.kubernetes import CLUSTER, Object
 from dropforge.cloud.listing import Listed, Unlisted, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.spec import JobSpec
 
 from .catalog import GKE_CLUSTER_PRICE, gke_price
@@ -57,13 +57,13 @@ class GkeJobs:
     def resources(self, launch: Launch) -> list[Resource]:
         return requests(launch)
 
-    def provision(self, cloud: Cloud, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
         if gke_target(launch.spec).cluster.create:
             cluster = self._own_cluster(cloud, launch)
         else:
             cluster = kubernetes.standing_cluster(cloud, cluster_of(launch), "target.cluster.name")
         if cluster is None:
-            return False
+            return Waits(f"{cluster_of(launch)} is being created")
         api = kubernetes.connect(cloud, cluster)
         if gke_target(launch.spec).cluster.create:
             for manifest in namespace_manifests(launch):
@@ -71,7 +71,7 @@ class GkeJobs:
         for resource in requests(launch):
             if resource.kind != CLUSTER:
                 api.ensure(cluster_of(launch), resource.request)
-        return True
+        return None
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         from google.cloud.container_v1 import Cluster

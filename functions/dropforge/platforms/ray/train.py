@@ -23,7 +23,7 @@ from dropforge.platforms.gke.spec import GkePlacement
 from dropforge.platforms.gke.train import GkeJobs
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.tpus import tpu_price
-from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.spec import JobSpec
 
 from .catalog import GKE_TPUS
@@ -55,14 +55,14 @@ class RayJobs(GkeJobs):
     def resources(self, launch: Launch) -> list[Resource]:
         return requests(launch)
 
-    def provision(self, cloud: Cloud, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
         own = ray_target(launch.spec).cluster.create
         name = cluster_of(launch)
         cluster = (
             self._own_cluster(cloud, launch) if own else kubernetes.standing_cluster(cloud, name, "target.cluster.name")
         )
         if cluster is None:
-            return False
+            return Waits(f"{name} is being created")
         _check_operator(cluster, name)
         api = kubernetes.connect(cloud, cluster)
         for manifest in [*namespace_manifests(launch), storage_class_manifest(launch)] if own else ():
@@ -70,7 +70,7 @@ class RayJobs(GkeJobs):
         for resource in requests(launch):
             if resource.kind != CLUSTER:
                 api.ensure(name, resource.request)
-        return True
+        return None
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         from google.cloud.container_v1 import Cluster
@@ -88,7 +88,7 @@ class RayJobs(GkeJobs):
             return status
         namespace = launch.settings.kubernetes_namespace
         cluster_pods = _pods_of_cluster(api, namespace, manifest)
-        status = _problem(api, namespace, cluster_pods) or status
+        status = _problem(api, namespace, cluster_pods) or _with_reason(status, cluster_pods)
         # The price counts the hosts, which may be paid for while they wait for the head.
         hosts = [pod for pod in cluster_pods if pod["metadata"]["labels"].get(NODE_TYPE) == "worker"]
         is_paid = status.phase is Phase.PENDING and any(pod["spec"].get("nodeName") for pod in hosts)
@@ -171,6 +171,16 @@ def _problem(api: kubernetes.Kubernetes, namespace: str, cluster_pods: list[Obje
         if problem := _problem_of_pending(api, namespace, pod) or _problem_of_head(pod):
             return problem
     return None
+
+
+def _with_reason(status: Status, cluster_pods: list[Object]) -> Status:
+    """The status of a RayJob that waits, with what the first of its pods on a node does before its container runs."""
+    starting = next(
+        (p for p in cluster_pods if p["spec"].get("nodeName") and p["status"].get("phase") == "Pending"), None
+    )
+    if status.phase is not Phase.PENDING or starting is None:
+        return status
+    return replace(status, message=f"{status.message}; {pods.starts(starting)}")
 
 
 def _problem_of_pending(api: kubernetes.Kubernetes, namespace: str, pod: Object) -> Status | None:

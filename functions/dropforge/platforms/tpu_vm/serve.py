@@ -19,12 +19,12 @@ from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
-from dropforge.platforms.training import Phase, Status
+from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.spec import JobSpec, seconds
 
 from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmServe, TpuVmTarget
-from .train import STARTUP_SCRIPT, status_of
+from .train import STARTUP_SCRIPT, being_created, status_of
 from .written import read_written
 
 READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
@@ -52,14 +52,17 @@ class TpuVmServer:
     def resources(self, deployment: Deployment) -> list[Resource]:
         return tpu.resources(self.machine(deployment))
 
-    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         wanted = self.machine(deployment)
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        answer: str | Waits = Waits(being_created(wanted))
         while cloud.clock.monotonic() < deadline:
-            if self.ensure(cloud, wanted) and (url := self._ready(cloud, deployment, wanted)):
-                return url
+            if self.ensure(cloud, wanted):
+                answer = self._ready(cloud, deployment, wanted)
+            if isinstance(answer, str):
+                return answer
             cloud.clock.sleep(LOOK_SECONDS)
-        return None
+        return answer
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         wanted = self.machine(deployment)
@@ -99,8 +102,8 @@ class TpuVmServer:
         """Request the machine unless it exists; True once it does. Raises CloudError."""
         return tpu.ensure(cloud, wanted)
 
-    def _ready(self, cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> str | None:
-        """The URL once the server answers, None before. Raises CloudError for a problem that does not pass."""
+    def _ready(self, cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> str | Waits:
+        """The URL once the server answers, or why it does not yet. Raises CloudError if it never will."""
         try:
             status, url, reported = _look(cloud, deployment, wanted)
         except client_errors() as error:
@@ -111,7 +114,9 @@ class TpuVmServer:
             raise _error(status)
         if reported and reported.error_class is not ErrorClass.TRANSIENT:
             raise reported
-        return None
+        if status.phase is Phase.RUNNING:
+            return Waits("the machine runs; it pulls the image or loads the model")
+        return Waits(reported.message if reported else status.message)
 
 
 def machine(deployment: Deployment) -> tpu.Machine:

@@ -92,6 +92,10 @@ class TpuVmTarget(TargetSpec):
         check_tpu_vm_reservation(placement.capacity, placement.reservation, self.queued, pointer)
 
     @property
+    def start_seconds(self) -> int:
+        return 180
+
+    @property
     def accelerators(self) -> Accelerators:
         slice_ = TPU_VMS[self.accelerator_type]
         return Accelerators(1, self.accelerator_type, slice_.chips * slice_.memory_gib)

@@ -26,6 +26,7 @@ from dropforge.platforms.training import (
     Launch,
     Phase,
     Status,
+    Waits,
     class_of_exit,
     container_variables,
     run_labels,
@@ -42,6 +43,13 @@ GRACE_SECONDS = 25  # of the 30 s between a preemption and the end
 # Compute Engine's name for the first disk that is attached without a name.
 DATA_DISK = "persistent-disk-1"
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
+# What the states of a queued resource mean: https://cloud.google.com/tpu/docs/queued-resources
+_QUEUE = {
+    "CREATING": "Cloud TPU has received the request",
+    "ACCEPTED": "Cloud TPU has accepted the request and has not begun to create the machine",
+    "WAITING_FOR_RESOURCES": "Cloud TPU has no capacity for it yet",
+    "PROVISIONING": "Cloud TPU has capacity and creates the machine",
+}
 _RESUMES = "training resumes from its last checkpoint"
 
 
@@ -61,8 +69,11 @@ class TpuVms:
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(DISK, disk_name(launch), disk_request(launch)), *tpu.resources(machine(launch))]
 
-    def provision(self, cloud: Cloud, launch: Launch) -> bool:
-        return ensure_disk(cloud, disk_name(launch), disk_request(launch)) and tpu.ensure(cloud, machine(launch))
+    def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
+        wanted = machine(launch)
+        if not ensure_disk(cloud, disk_name(launch), disk_request(launch)):
+            return Waits(f"the disk {disk_name(launch)} is being created")
+        return None if tpu.ensure(cloud, wanted) else Waits(being_created(wanted))
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         wanted = machine(launch)
@@ -211,7 +222,9 @@ def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
         return _ended_status(node, name)
     if state == states.DELETING:
         return Status(Phase.GONE, f"{name} is being deleted")
-    return Status(Phase.PENDING, f"the queued resource is {states(state).name}", ErrorClass.STOCKOUT)
+    meaning = _QUEUE.get(states(state).name, "")
+    message = f"the queued resource is {states(state).name}{f': {meaning}' if meaning else ''}"
+    return Status(Phase.PENDING, message, ErrorClass.STOCKOUT)
 
 
 def status_of_node(node: Any, name: str) -> Status:
@@ -225,6 +238,11 @@ def status_of_node(node: Any, name: str) -> Status:
     if node.state in (Node.State.PREEMPTED, Node.State.TERMINATED, Node.State.STOPPING, Node.State.STOPPED):
         return _ended_status(node, name)
     return Status(Phase.RUNNING, node.health_description)
+
+
+def being_created(machine: tpu.Machine) -> str:
+    """Why a machine that was requested does not exist yet."""
+    return f"the {'queued resource' if machine.queued else 'node'} {machine.queued or machine.node} is being created"
 
 
 def _ended_status(node: Any, name: str) -> Status:

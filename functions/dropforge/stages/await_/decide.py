@@ -137,7 +137,9 @@ def _seen(status: Status | None, heard: Heard, record: Record, now: datetime, se
     # The time that the budget pays for begins when the machine runs; an attempt that only waited has spent nothing.
     has_spent = status.phase is not Phase.PENDING or attempt.running is not None or heard.started
     if is_late and (has_spent or attempt.limit == "max_duration"):
-        return _deadline(attempt)
+        return _deadline(
+            attempt, f"it waited: {status.wait_reason}" if status.wait_reason and not heard.started else ""
+        )
     if status.phase is Phase.FAILED:
         return _failed(status, attempt, now)
     if status.phase is Phase.GONE:

@@ -18,11 +18,14 @@ from dropforge.run.record import Notice, Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waiting, failed, superseded
+from dropforge.stages.looks import next_reason
 from dropforge.stages.retries import retry_or_fail
+from dropforge.stages.waits import cancelled_while, note_wait, warn_of_wait
 from dropforge.tell.everybody import tell, warn
 
 from .decide import Heard, Verdict, decide, hear
 
+MAX_TRUNCATED = 0.01  # share of the rows
 InspectAnswer = Waiting | Succeeded | Failed | Superseded
 
 
@@ -38,8 +41,9 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
         return superseded(record)
     spec = store.spec(run)
     if record.cancel_requested:
-        _note_waiting(context, record, _status(context, record, spec), started=False)
-        return failed(ErrorClass.CANCELLED, "cancelled while training")
+        status = _status(context, record, spec)
+        _note_waiting(context, record, status, started=False)
+        return failed(ErrorClass.CANCELLED, _cancelled(record, status))
     asked = context.now()
     try:
         manifest, status, heard, verdict = _look(context, record, spec)
@@ -84,6 +88,8 @@ def _continue(
     looked = context.now()
     for notice in due(record, spec, looked):
         record = warn(context, record, spec, notice)
+    if status is not None and status.wait_reason:
+        record = warn_of_wait(context, record, spec)
     if record.attempt != attempt:  # this call was slow, and what it saw of its attempt says nothing of the next attempt
         return superseded(record)
     if stuck := _stuck(context, record, spec, status, heard):
@@ -91,6 +97,8 @@ def _continue(
         if spec.limits.on_stuck != "notify":
             return _failed(context, record.run, attempt, spec, stuck, verdict.started)
     wait = min(verdict.look_again, _patience(context, record, spec, looked))
+    if status is not None and (status.phase is Phase.PENDING or status.starting) and not verdict.started:
+        wait = min(wait, next_reason((looked - record.attempts[-1].started).total_seconds()))
     deadline = record.attempts[-1].deadline.timestamp()
     return Waiting(wait_seconds=wait, deadline=deadline)
 
@@ -148,7 +156,8 @@ def _in_training(record: Record, attempt: int, now: datetime) -> Record:
     """The record after `attempt` has begun to train; unchanged if the run has another attempt by now."""
     if record.state is not RunState.PROVISIONING or record.attempt != attempt:
         return record
-    began = record.with_running(attempt, running_since(record.attempts[-1])).entered(RunState.TRAINING, now)
+    began = record.with_running(attempt, running_since(record.attempts[-1])).with_wait_reason(attempt, "")
+    began = began.entered(RunState.TRAINING, now)
     return began.with_ledger(lambda ledger: ledger.with_created(attempt, now))
 
 
@@ -176,18 +185,25 @@ def _note_running(context: Context, record: Record, status: Status | None, asked
     if status is None:
         return record
     if status.phase is Phase.PENDING and not status.is_paid:
-        if attempt.is_noted_waiting(asked):
-            return record
-        return context.store.update(record.run, lambda latest: latest.with_waiting(attempt.number, asked))
+        return note_wait(context, record, status.wait_reason, asked)
     runs = status.phase is Phase.RUNNING
-    if not ((runs and not attempt.seen) or (status.is_paid and not attempt.running)):
-        return record
 
     def change(latest: Record) -> Record:
-        noted = latest.with_running(attempt.number, running_since(attempt))
-        return noted.with_seen(attempt.number, now) if runs else noted
+        noted = latest.with_wait_reason(attempt.number, status.wait_reason)
+        if (runs and not attempt.seen) or (status.is_paid and not attempt.running):
+            noted = noted.with_running(attempt.number, running_since(attempt))
+        return noted.with_seen(attempt.number, now) if runs and not attempt.seen else noted
 
-    return context.store.update(record.run, change)
+    return record if change(record) is record else context.store.update(record.run, change)
+
+
+def _cancelled(record: Record, status: Status | None) -> str:
+    """What the attempt did when the cancel reached it, as far as the record and the cloud know."""
+    if record.state is RunState.TRAINING:
+        return "cancelled while training"
+    if status is not None and status.phase is Phase.RUNNING and not status.starting:
+        return "cancelled while the container was starting"
+    return cancelled_while(status.wait_reason if status else record.wait_reason, "waiting for a machine")
 
 
 def _note_waiting(context: Context, record: Record, status: Status | None, *, started: bool) -> None:
@@ -214,8 +230,22 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
-    _tell_training(context, record, attempt, spec, is_over=True)
+    record = _tell_training(context, record, attempt, spec, is_over=True)
+    if notice := _truncation(spec, metrics):
+        warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=_gate(spec, metrics))
+
+
+def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | None:
+    """A notice if more than MAX_TRUNCATED of the rows were cut: the model has not seen how their answers end."""
+    cut_rows, rows = metrics.get("rows_truncated") or 0, metrics.get("rows_train") or 0
+    if cut_rows <= rows * MAX_TRUNCATED:
+        return None
+    length = spec.training.max_length
+    text = (
+        f"{cut_rows:.0f} of {rows:.0f} rows were cut after {length} tokens: raise training.max_length, or shorten them"
+    )
+    return Notice("rows-truncated", "has trained on cut rows", text)
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:

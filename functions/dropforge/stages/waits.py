@@ -1,0 +1,53 @@
+"""Why an attempt, or an endpoint, does not run yet: the record keeps the reason, and people are told if it lasts.
+
+A reason costs a write only when it changes, and none in the first seconds: most waits are over before anybody asks.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from dropforge.base.redact import cut
+from dropforge.context import Context
+from dropforge.run.record import MAX_REASON, Notice, Record
+from dropforge.spec import JobSpec
+from dropforge.tell.everybody import warn
+
+QUIET_SECONDS = 10  # a shorter wait needs no reason
+WARN_AFTER = timedelta(minutes=10)
+
+
+def note_wait(context: Context, record: Record, reason: str, asked: datetime) -> Record:
+    """The record of a run whose attempt had no running machine at `asked`, with the reason; written if it changes."""
+    attempt = record.attempts[-1]
+    is_due = asked - attempt.started >= timedelta(seconds=QUIET_SECONDS)
+
+    def change(latest: Record) -> Record:
+        noted = latest if attempt.is_noted_waiting(asked) else latest.with_waiting(attempt.number, asked)
+        return noted.with_wait_reason(attempt.number, reason) if is_due else noted
+
+    return record if change(record) is record else context.store.update(record.run, change)
+
+
+def note_endpoint_wait(context: Context, record: Record, reason: str, began: datetime) -> None:
+    """Keep why the endpoint that is created since `began` is not ready; written if it changes."""
+    if context.now() - began < timedelta(seconds=QUIET_SECONDS) or record.with_endpoint_wait_reason(reason) is record:
+        return
+    context.store.update(record.run, lambda latest: latest.with_endpoint_wait_reason(reason))
+
+
+def warn_of_wait(context: Context, record: Record, spec: JobSpec) -> Record:
+    """Tell people once that an attempt has waited WARN_AFTER without running, with the reason."""
+    attempt = record.attempts[-1]
+    waited = context.now() - attempt.started
+    if waited < WARN_AFTER or attempt.ended or not attempt.wait_reason:
+        return record
+    text = (
+        f"attempt {attempt.number} waits in {attempt.region} since {attempt.started:%H:%M} UTC: {attempt.wait_reason}"
+    )
+    return warn(context, record, spec, Notice(f"waits-a{attempt.number}", "waits to train", text))
+
+
+def cancelled_while(reason: str, work: str) -> str:
+    """What a run did when the cancel reached it: its reason for waiting, if it has any, or else the work."""
+    return cut(f"cancelled while it waited: {reason}", MAX_REASON) if reason else f"cancelled while {work}"
