@@ -156,6 +156,10 @@ class Store:
         row = self._sql.execute(f"SELECT {_COLUMNS} FROM wf_execution WHERE id = ?", (id_,)).fetchone()
         return _record(row) if row else None
 
+    def execution_name(self, id_: int) -> str:
+        name: str = self._sql.execute("SELECT name FROM wf_execution WHERE id = ?", (id_,)).fetchone()[0]
+        return name
+
     def executions(self, workflow: str) -> Iterator[ExecutionRecord]:
         """A workflow's executions, the newest first; read in pages, so that the caller may stop early."""
         last = 2**62

@@ -317,6 +317,15 @@ def test_a_post_without_a_key_is_never_sent_twice(tmp_path: Path, after: bool) -
     assert results == {'"pay-1"', '"ConnectionError"'}
 
 
+def test_no_two_executions_send_the_same_idempotency_key(tmp_path: Path) -> None:
+    """Also not the first executions of two databases: a peer that honours keys would answer the second from the first."""
+    services = Services()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        asyncio.run(run_until_dead_or_done(tmp_path / name / "x.db", services, None, False, PARALLEL))
+    assert set(services.sent.values()) == {1}
+
+
 def test_two_engines_cannot_both_advance_an_execution(tmp_path: Path) -> None:
     async def run() -> None:
         services = Services()

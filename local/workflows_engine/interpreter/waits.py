@@ -51,7 +51,7 @@ class WaitFactory:
             return Wait(thread, seq, "callback", call, {}, now + timeout, ref)
         if call.startswith("experimental.executions.") or call == RUN_EXECUTION:
             return Wait(thread, seq, "execution", call, arguments)
-        return Wait(thread, seq, "connector", call, {"arguments": arguments})
+        return Wait(thread, seq, "connector", call, {"arguments": arguments, "began": now})
 
     def _sleep_seconds(self, seconds: Value) -> float:
         if type(seconds) is not int and type(seconds) is not float:
