@@ -318,7 +318,7 @@ def test_a_post_without_a_key_is_never_sent_twice(tmp_path: Path, after: bool) -
 
 
 def test_no_two_executions_send_the_same_idempotency_key(tmp_path: Path) -> None:
-    """Also not the first executions of two databases: a peer that honours keys would answer the second from the first."""
+    """Also not in two databases: a peer that honours keys would answer the second execution from the first."""
     services = Services()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -654,6 +654,65 @@ def test_values_cannot_outgrow_memory(lab: Any, steps: str, tag: str) -> None:
     assert tag in value["tags"]
 
 
+CATCH_ALL = "    except: {as: e, steps: [{r: {return: caught}}]}\n"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "- fill: {assign: [{a: '${x + 1}'}, {b: '${x + 2}'}, {c: '${x + 3}'}, {d: '${x + 4}'}, {e: '${x + 5}'}]}",
+        "- fill: {assign: [{m: {}}, {m.a: '${[x]}'}, {m.b: '${[x]}'}, {n: '${m}'}, {o: '${m}'}]}",
+        "- fill: {call: inner, args: {a: '${x}', b: '${x}', c: '${x}', d: '${x}'}, result: y}",
+        "- fill: {assign: [{a: '${inner(x, x, x, x)}'}]}",
+        "- fill: {call: list.concat, args: {objs: ['${x}', '${x}'], val: '${x}'}, result: y}\n"
+        "            - more: {call: list.concat, args: {objs: ['${x}', '${x}'], val: '${x}'}, result: z}",
+    ],
+)
+def test_the_limit_of_all_variables_holds_at_every_assignment(lab: Any, step: str) -> None:
+    """No wait, and no slice of steps, ends between the assignment and the return."""
+    inner = "inner:\n  params: [a, b, c, d]\n  steps: [{r: {return: 1}}]\n"
+    made = "- double: {for: {value: i, range: [1, 13], steps: [{g: {assign: [{x: '${x + x}'}]}}]}}"  # 131,072 bytes
+    start = "- start: {assign: [{x: 0123456789abcdef}]}"
+    body = f"{start}\n            {made}\n            {step}\n            - done: {{return: ok}}"
+    source = f"main:\n  steps:\n    - t:\n        try:\n          steps:\n            {body}\n    {CATCH_ALL}{inner}"
+    value, error = failure(lab, source)
+    assert value["tags"] == ["ResourceLimitError", "MemoryLimitExceededError"]
+    assert 'in step "' in error["context"]
+
+
+def test_a_variable_may_be_replaced_by_as_large_a_value(lab: Any) -> None:
+    source = """
+- start: {assign: [{x: 0123456789abcdef}]}
+- double: {for: {value: i, range: [1, 14], steps: [{g: {assign: [{x: '${x + x}'}]}}]}}
+- again: {for: {value: i, range: [1, 5], steps: [{g: {assign: [{x: '${text.to_upper(x)}'}]}}]}}
+- done: {return: '${len(x)}'}
+"""
+    assert lab.run(source) == 262_144
+
+
+@pytest.mark.parametrize(
+    "value", ["['${x + \"1\"}']", "{a: {b: '${x + \"1\"}'}}", "{'${x + \"1\"}': 1}", "'${[[x + 1]]}'"]
+)
+def test_the_limit_of_a_string_holds_inside_lists_and_maps(lab: Any, value: str) -> None:
+    source = f"""
+- start: {{assign: [{{x: 0123456789abcdef}}]}}
+- double: {{for: {{value: i, range: [1, 14], steps: [{{g: {{assign: [{{x: '${{x + x}}'}}]}}}}]}}}}
+- hide: {{assign: [{{y: {value}}}, {{x: null}}]}}
+- done: {{return: 1}}
+"""
+    failed, _ = failure(lab, source)
+    assert failed["message"] == "ResourceLimitError: a string of 262145 bytes; the limit is 262144"
+
+
+@pytest.mark.parametrize("body", ["x" * 262_145, {"a": ["x" * 262_145]}])
+def test_the_limit_of_a_string_holds_for_a_body_that_is_a_result(lab: Any, body: Any) -> None:
+    answer = {"body": body, "code": 200, "headers": {}}
+    source = "- get: {call: http.get, args: {url: 'http://peer/'}%s}\n- done: {return: 1}\n"
+    with pytest.raises(Failed, match="a string of 262145 bytes; the limit is 262144"):
+        lab.run(source % ", result: r", answers=[answer])
+    assert lab.run(source % "", answers=[answer]) == 1  # a response that no variable keeps may be longer
+
+
 def test_bytes_and_huge_values_are_refused_as_results(lab: Any) -> None:
     assert failure(lab, "- a: {return: '${text.encode(\"x\")}'}\n")[0]["tags"] == ["ValueError"]
     source = """
