@@ -234,6 +234,15 @@ def to_json(value: Value, *, sort_keys: bool = False) -> str:
         raise NotJson("NaN and infinities are not JSON-encodable") from error
 
 
+def utf8(text: str) -> bytes:
+    """A text as bytes. Raises UnicodeError, which names the place, for a lone surrogate: no UTF-8 encodes it."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        message = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; expected Unicode text"
+        raise UnicodeError(message) from error
+
+
 def from_json(text: str) -> Value:
     """JSON of callers and services as a value; integers beyond 64 bits become doubles. Raises ValueError."""
     try:

@@ -22,6 +22,7 @@ from workflows_engine import (
     HttpRequest,
     HttpResponse,
     Limits,
+    NotFound,
     ResourceExhausted,
     SqliteDatabase,
     VirtualClock,
@@ -439,6 +440,59 @@ def test_an_execution_cannot_run_longer_than_a_year(tmp_path: Path) -> None:
         await engine.stop()
 
     asyncio.run(run())
+
+
+def test_deleting_a_workflow_deletes_its_executions(tmp_path: Path) -> None:
+    """A parent that waits for a deleted execution learns that it was cancelled."""
+    parent = """
+- t:
+    try: {call: experimental.executions.map, args: {workflow_id: child, arguments: [0, 600]}}
+    except: {as: e, steps: [{back: {return: "${e.operation.state}"}}]}
+"""
+    child = """
+main:
+  params: [seconds]
+  steps:
+    - c: {call: events.create_callback_endpoint, result: c}
+    - nap: {call: sys.sleep, args: {seconds: "${seconds}"}}
+"""
+
+    async def run() -> None:
+        clock, name = VirtualClock(), FLOW.replace("/flow", "/child")
+        db = SqliteDatabase(tmp_path / "x.db")
+        engine = Engine(db, clock=clock, limits=Limits(active_executions=3))
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(name, child)
+        waiting = asyncio.create_task(engine.wait(engine.create_execution(FLOW).name))
+        naps = asyncio.create_task(clock.sleep_until(clock.now() + 60))
+        await drive(engine, clock, naps)
+        queued = [engine.create_execution(name, "600") for _ in range(2)]
+        assert [record.state for record in queued] == ["ACTIVE", "QUEUED"]
+        names = [record.name for record in engine.list(name)]
+        engine.delete_workflow(name)
+        await drive(engine, clock, waiting)
+        assert waiting.result().result == '"CANCELLED"'
+        for execution in names:
+            with pytest.raises(NotFound):
+                engine.get(execution)
+        assert engine.deploy(name, child).revision_id.startswith("000001-")
+        assert list(engine.list(name)) == []
+        assert len(names) == 4
+        for table in ("wf_history", "wf_state", "wf_value", "wf_wait", "wf_callback"):
+            assert db.connection.execute(f"SELECT count(*) FROM {table} WHERE execution > 1").fetchone() == (0,)
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_database_of_an_older_engine_is_opened(tmp_path: Path) -> None:
+    """Its revisions have no service account."""
+    db = SqliteDatabase(tmp_path / "x.db")
+    Engine(db, clock=VirtualClock()).deploy(FLOW, STRAIGHT)
+    db.connection.execute("ALTER TABLE wf_revision DROP COLUMN service_account")
+    assert Engine(db, clock=VirtualClock()).get_workflow(FLOW).revision.service_account == ""
+    db.close()
 
 
 def test_subexecutions(tmp_path: Path) -> None:

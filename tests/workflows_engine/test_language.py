@@ -654,6 +654,28 @@ def test_values_cannot_outgrow_memory(lab: Any, steps: str, tag: str) -> None:
     assert tag in value["tags"]
 
 
+@pytest.mark.parametrize("value", ["a\ud800", {"k": ["\udfff"]}, {"\ud800": 1}])
+def test_a_lone_surrogate_is_refused_as_a_result(value: Any) -> None:
+    done = simulate("main:\n  params: [args]\n  steps: [{back: {return: '${args}'}}]\n", value)
+    assert done.error["tags"] == ["ValueError"]
+    assert "the workflow's result: lone surrogate U+D" in done.error["message"]
+    assert 'in step "back"' in done.record.error["context"]
+
+
+def test_a_lone_surrogate_is_refused_as_the_argument_of_a_subexecution() -> None:
+    source = """
+main:
+  params: [args]
+  steps:
+    - t:
+        try: {call: experimental.executions.run, args: {workflow_id: workflow, argument: "${args}"}}
+        except: {as: e, steps: [{back: {return: "${e}"}}]}
+"""
+    error = simulate(source, "\ud800").result
+    assert (error["code"], error["tags"]) == (400, ["HttpError"])
+    assert "lone surrogate U+D800 at character 1" in error["body"]["error"]["message"]
+
+
 CATCH_ALL = "    except: {as: e, steps: [{r: {return: caught}}]}\n"
 
 

@@ -151,12 +151,13 @@ class Engine:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
+        service_account: str = "",
     ) -> Revision:
-        """Make `source` the workflow's current revision; the same source and env change nothing.
+        """Make `source` the workflow's current revision; with the same source, env and service account it stays.
 
         Raises DeployError with every problem in the source, InvalidArgument for a bad name, env or label.
         """
-        return self._workflows.deploy(name, source, dict(env or {}), labels, settings)
+        return self._workflows.deploy(name, source, dict(env or {}), labels, settings, service_account)
 
     def get_workflow(self, name: str) -> WorkflowRecord:
         """Raises NotFound."""
@@ -171,12 +172,12 @@ class Engine:
         return self._workflows.revisions(name)
 
     def delete_workflow(self, name: str) -> None:
-        """Remove a workflow and cancel its running executions; their records stay. Raises NotFound."""
+        """Cancel a workflow's running executions; then delete the workflow with all its executions. Raises NotFound."""
         self._workflows.get(name)
+        for record in self._executions.list(name):
+            if not record.is_finished:
+                self._executions.cancel(record.name)  # which tells a parent that waits for the execution
         with self._core.db.transaction():
-            for record in self._executions.list(name):
-                if not record.is_finished:
-                    self._executions.cancel(record.name)
             self._core.store.delete_workflow(name)
 
     # Executions

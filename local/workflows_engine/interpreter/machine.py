@@ -16,7 +16,7 @@ from .. import decisions
 from ..errors import WorkflowError, limit_error, system_error
 from ..language.program import CallSignal, Code, ForkSignal, Program, ReturnSignal, Slots, WaitSignal
 from ..limits import Limits
-from ..values import UNSET, NotJson, Sizer, Value, kind, memory_error, to_json
+from ..values import UNSET, NotJson, Sizer, Value, kind, memory_error, to_json, utf8
 from .answers import error_of
 from .http_requests import is_external
 from .snapshots import Snapshots
@@ -276,12 +276,12 @@ class Machine:
         """End with the value of `main`; `last` is the mark of the step that returned it."""
         try:
             text = to_json(value)
-            if len(text.encode("utf-8", "replace")) > self.limits.result_bytes:
+            if len(utf8(text)) > self.limits.result_bytes:
                 raise limit_error(
                     f"the result is over {self.limits.result_bytes} bytes", "ResultSizeLimitExceededError"
                 )
             self.outcome = ("SUCCEEDED", text)
-        except NotJson as error:
+        except (NotJson, UnicodeError) as error:
             self._refuse_result(system_error("ValueError", f"the workflow's result: {error}"), last)
         except WorkflowError as error:
             self._refuse_result(error, last)

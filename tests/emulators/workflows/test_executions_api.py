@@ -157,9 +157,36 @@ def test_workflows_are_deployed_updated_and_deleted(
         json.loads(finished(executions, executions.create_execution(parent=made.name, retry=None).name).result)
         == "search"
     )
+    execution = next(iter(executions.list_executions(parent=made.name, retry=None)))
     workflows.delete_workflow(name=made.name, retry=None).result()
     with pytest.raises(gexc.NotFound):
         workflows.get_workflow(name=made.name, retry=None)
+    with pytest.raises(gexc.NotFound):
+        executions.get_execution(name=execution.name, retry=None)
+    again = {"parent": PARENT, "workflow": workflow, "workflow_id": "made"}
+    assert workflows.create_workflow(request=again, retry=None).result().revision_id.startswith("000001-")
+    assert list(executions.list_executions(parent=made.name, retry=None)) == []
+
+
+def test_a_service_account_belongs_to_a_revision(
+    workflows: workflows_v1.WorkflowsClient, executions: executions_v1.ExecutionsClient
+) -> None:
+    source = "- who: {return: '${sys.get_env(\"GOOGLE_CLOUD_SERVICE_ACCOUNT_NAME\")}'}\n"
+    request = {"parent": PARENT, "workflow": {"source_contents": source}, "workflow_id": "who"}
+    made = workflows.create_workflow(request=request, retry=None).result()
+    email = "runner@test-project.iam.gserviceaccount.com"
+    update = {
+        "workflow": {"name": made.name, "service_account": f"projects/test-project/serviceAccounts/{email}"},
+        "update_mask": {"paths": ["service_account"]},
+    }
+    changed = workflows.update_workflow(request=update, retry=None).result()
+    assert changed.revision_id.startswith("000002-")
+    assert workflows.update_workflow(request=update, retry=None).result().revision_id == changed.revision_id
+    old = workflows.get_workflow(request={"name": made.name, "revision_id": made.revision_id}, retry=None)
+    assert (old.service_account, changed.service_account) == ("", update["workflow"]["service_account"])  # type: ignore[index]
+    assert (
+        json.loads(finished(executions, executions.create_execution(parent=made.name, retry=None).name).result) == email
+    )
 
 
 def test_the_refusal_of_a_source_has_the_services_words(workflows: workflows_v1.WorkflowsClient) -> None:

@@ -24,7 +24,7 @@ Operation = operations_pb2.Operation
 OPERATION_PREFIX = "operation-workflows-"
 KEPT_OPERATIONS = 1000
 PAGING = Paging(default=500, largest=1000)
-SETTINGS = ("description", "service_account", "crypto_key_name", "call_log_level", "execution_history_level")
+SETTINGS = ("description", "crypto_key_name", "call_log_level", "execution_history_level")
 ENUMS: dict[str, Any] = {
     "call_log_level": api.Workflow.CallLogLevel,
     "execution_history_level": api.ExecutionHistoryLevel,
@@ -133,6 +133,7 @@ class Workflows:
                 env=dict(workflow.user_env_vars),
                 labels=dict(workflow.labels),
                 settings=settings,
+                service_account=workflow.service_account,
             )
         )
         return self._operation(verb, name, _workflow(self._engine.get_workflow(name)))
@@ -163,6 +164,7 @@ def _workflow(record: WorkflowRecord, revision: Revision | None = None) -> Messa
         revision_create_time=timestamp(revision.created),
         labels=dict(record.labels),
         source_contents=revision.source,
+        service_account=revision.service_account,
         user_env_vars=dict(revision.environment),
         **settings,
     )
