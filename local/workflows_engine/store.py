@@ -172,8 +172,8 @@ class Store:
         name: str = self._sql.execute("SELECT name FROM wf_execution WHERE id = ?", (id_,)).fetchone()[0]
         return name
 
-    def executions(self, workflow: str) -> Iterator[ExecutionRecord]:
-        """A workflow's executions, the newest first; read in pages, so that the caller may stop early."""
+    def executions(self, workflow: str) -> Iterator[tuple[int, ExecutionRecord]]:
+        """A workflow's executions by row id, the newest first; read in pages, so that the caller may stop early."""
         last = 2**62
         while True:
             rows = self._sql.execute(
@@ -181,7 +181,7 @@ class Store:
                 (workflow, last),
             ).fetchall()
             for row in rows:
-                yield _record(row)
+                yield row[0], _record(row)
             if len(rows) < PAGE:
                 return
             last = rows[-1][0]

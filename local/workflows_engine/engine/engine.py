@@ -212,9 +212,9 @@ class Engine:
         """An execution, with its current step while it runs. Raises NotFound."""
         return self._executions.get(name)
 
-    def list(self, workflow: str) -> Iterator[ExecutionRecord]:
-        """A workflow's executions, the newest first."""
-        return self._executions.list(workflow)
+    def list(self, workflow: str, *, current: bool = False) -> Iterator[ExecutionRecord]:
+        """A workflow's executions, the newest first; with `current`, active executions with their current steps."""
+        return self._executions.list(workflow, current=current)
 
     def cancel(self, name: str) -> ExecutionRecord:
         """End an execution now. Raises NotFound, and FailedPrecondition if it has ended."""
