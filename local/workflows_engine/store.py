@@ -321,6 +321,10 @@ class Store:
         ).fetchall()
         return [(row[0], _wait(row), bool(row[9])) for row in rows]
 
+    def waits_for_executions(self) -> list[tuple[int, Wait]]:
+        rows = self._sql.execute(f"SELECT {_WAIT_COLUMNS} FROM wf_wait WHERE kind = 'execution'").fetchall()
+        return [(row[0], _wait(row)) for row in rows]
+
     def due(self, now: float, limit: int = 500) -> list[tuple[int, Wait]]:
         rows = self._sql.execute(
             f"SELECT {_WAIT_COLUMNS} FROM wf_wait WHERE due <= ? ORDER BY due, execution, thread LIMIT ?", (now, limit)

@@ -33,6 +33,7 @@ from workflows_engine.lease import Lease
 from .conftest import duration
 
 FLOW = "projects/p/locations/l/workflows/flow"
+CHILD = "projects/p/locations/l/workflows/child"
 
 STRAIGHT = """
 main:
@@ -442,6 +443,58 @@ def test_an_execution_cannot_run_longer_than_a_year(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_children_of_a_cancelled_parent_run_to_their_end(tmp_path: Path) -> None:
+    parent = "- a: {call: experimental.executions.run, args: {workflow_id: child}}\n"
+    child = "- nap: {call: sys.sleep, args: {seconds: 60}}\n- done: {return: 7}\n"
+
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(CHILD, child)
+        name = engine.create_execution(FLOW).name
+        await drive(engine, clock, asyncio.create_task(clock.sleep_until(clock.now() + 1)))
+        assert engine.cancel(name).state == "CANCELLED"
+        (record,) = engine.list(CHILD)
+        done = asyncio.create_task(engine.wait(record.name))
+        await drive(engine, clock, done)
+        assert (done.result().state, done.result().result) == ("SUCCEEDED", "7")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_parent_learns_of_an_end_that_it_had_not_heard_of_before_a_kill(tmp_path: Path, deleted: bool) -> None:
+    parent = """
+- t:
+    try: {call: experimental.executions.run, args: {workflow_id: child}}
+    except: {as: e, steps: [{back: {return: "${e.tags[0]}"}}]}
+"""
+
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(CHILD, "- nap: {call: sys.sleep, args: {seconds: 60}}\n")
+        name = engine.create_execution(FLOW).name
+        await drive(engine, clock, asyncio.create_task(clock.sleep_until(clock.now() + 1)))
+        (record,) = engine.list(CHILD)
+        engine.delete_workflow(CHILD) if deleted else engine.cancel(record.name)
+        abandon(engine)  # after the commit of the child's end, before that of the parent's next step
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, takeover=True)
+        await engine.start()
+        done = asyncio.create_task(engine.wait(name))
+        await drive(engine, clock, Either(done, asyncio.create_task(clock.sleep_until(clock.now() + 100))))
+        assert done.done()
+        assert done.result().result == '"OperationError"'
+        await engine.stop()
+
+    asyncio.run(run())
+
+
 def test_deleting_a_workflow_deletes_its_executions(tmp_path: Path) -> None:
     """A parent that waits for a deleted execution learns that it was cancelled."""
     parent = """
@@ -458,7 +511,7 @@ main:
 """
 
     async def run() -> None:
-        clock, name = VirtualClock(), FLOW.replace("/flow", "/child")
+        clock, name = VirtualClock(), CHILD
         db = SqliteDatabase(tmp_path / "x.db")
         engine = Engine(db, clock=clock, limits=Limits(active_executions=3))
         await engine.start()
@@ -522,7 +575,7 @@ main:
         engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await engine.start()
         engine.deploy(FLOW, parent)
-        engine.deploy(FLOW.replace("/flow", "/child"), child)
+        engine.deploy(CHILD, child)
         record = engine.create_execution(FLOW)
         done = asyncio.create_task(engine.wait(record.name))
         await drive(engine, clock, done)

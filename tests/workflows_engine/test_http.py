@@ -100,6 +100,8 @@ def test_auth_blocks_become_bearer_tokens(served: Any, auth: dict[str, Any], tok
         (lambda: web.Response(text="plain", content_type="text/html"), "plain"),
         (lambda: web.Response(body=b"{}", content_type="application/problem+json"), {}),
         (lambda: web.Response(status=204), None),
+        (lambda: web.Response(text="{oops", content_type="application/json"), "{oops"),
+        (lambda: web.Response(text="NaN", content_type="application/vnd.x+json"), "NaN"),
         (lambda: web.Response(body=GZIPPED, content_type="application/json", headers=GZIP), {"ü": 1}),
     ],
 )

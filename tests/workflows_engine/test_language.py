@@ -9,7 +9,7 @@ import pytest
 
 from workflows_engine import Limits, ScriptedMocks, simulate
 
-from .conftest import Failed
+from .conftest import Failed, duration
 
 
 def failure(lab: Any, source: str, argument: Any = None, **options: Any) -> Any:
@@ -463,6 +463,55 @@ only_first:
 )
 def test_retry(lab: Any, policy: str, expected: list[int]) -> None:
     assert lab.run(RETRY % policy, {"n": 1}) == expected
+
+
+PREDICATE = """
+main:
+  steps:
+    - outer:
+        try:
+          steps:
+            - inner:
+                try: {{raise: original}}
+                retry: {{predicate: "${{p}}", max_retries: 2, backoff: {{initial_delay: 1, multiplier: 1}}}}
+                except: {{as: e, steps: [{{back: {{return: "${{\\"inner \\" + e}}"}}}}]}}
+        except: {{as: e, steps: [{{back: {{return: "${{\\"outer \\" + e}}"}}}}]}}
+p:
+  params: [e]
+  steps: [{{decide: {{{step}}}}}]
+"""
+
+
+@pytest.mark.parametrize("step", ['return: "true"', "return: 1", "return: null", "return: {}", "assign: [{x: true}]"])
+def test_only_true_from_a_predicate_retries(step: str) -> None:
+    done = simulate(PREDICATE.format(step=step))
+    assert done.result == "inner original"
+    assert duration(done.record) == 0
+
+
+def test_an_error_inside_a_predicate_leaves_the_try(lab: Any) -> None:
+    """It replaces the error that the predicate was asked about; the `except` of the same step does not catch it."""
+    assert lab.run(PREDICATE.format(step="raise: predicate")) == "outer predicate"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("- a: {return: 1, next: b}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, return: 1, next: b}]}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, steps: [{x: {return: 1}}], next: b}]}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, next: b}], next: c}\n- b: {return: 2}\n- c: {return: 3}\n", 2),
+    ],
+)
+def test_a_return_wins_over_next(lab: Any, source: str, expected: int) -> None:
+    assert lab.run(source) == expected
+
+
+def test_names_of_steps_may_hold_any_character(lab: Any) -> None:
+    source = "- a-b: {next: c.d/ü 1}\n- x: {return: 1}\n- c.d/ü 1: {return: 2}\n"
+    machine, value = lab.machine(source)
+    assert value == 2
+    assert machine.current_steps() == [{"routine": "main", "step": "c.d/ü 1"}]
 
 
 def test_retry_reruns_the_whole_try_and_waits_by_the_backoff() -> None:

@@ -96,6 +96,8 @@ class Engine:
         for id_ in self._core.store.runnable():
             self._core.inbox.make_runnable(id_)
         self._effects.recover()
+        if self._performer.mocks is None:
+            self._executions.children.recover()
         self._timer.reschedule()
         self._core.inbox.wake()
 
