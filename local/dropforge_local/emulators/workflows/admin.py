@@ -21,7 +21,6 @@ from ..kit.times import timestamp
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
 Operation = operations_pb2.Operation
-OPERATION_PREFIX = "operation-workflows-"
 KEPT_OPERATIONS = 1000
 PAGING = Paging(default=500, largest=1000)
 SETTINGS = ("description", "crypto_key_name", "call_log_level", "execution_history_level")
@@ -67,8 +66,8 @@ class Workflows:
         self._operations: dict[str, Message] = {}
 
     def routes(self) -> list[Route]:
-        """The operations that gcloud reads after a deployment."""
-        return [Route("GET", f"/v1/{{name=projects/*/locations/*/operations/{OPERATION_PREFIX}*}}", self.get_operation)]
+        """The operations that gcloud reads after a deployment. GKE's have the same path, and names `operation-*`."""
+        return [Route("GET", "/v1/{name=projects/*/locations/*/operations/*}", self.get_operation)]
 
     def list_workflows(self, request: Message) -> Message:
         records = self._engine.list_workflows(request.parent)
@@ -140,7 +139,7 @@ class Workflows:
 
     def _operation(self, verb: str, target: str, response: Message) -> Message:
         location = target.split("/workflows/")[0]
-        operation = Operation(name=f"{location}/operations/{OPERATION_PREFIX}{uuid.uuid4()}", done=True)
+        operation = Operation(name=f"{location}/operations/workflows-{uuid.uuid4()}", done=True)
         now = timestamp(self._engine.now())
         metadata = api.OperationMetadata.pb()(create_time=now, end_time=now, target=target, verb=verb, api_version="v1")
         operation.metadata.Pack(metadata)
