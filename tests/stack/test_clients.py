@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -115,3 +120,53 @@ def verified(user: User, token: str, audience: str) -> Any:
     keys = requests.get(f"{user.info.http}/oauth2/v3/certs", timeout=60).json()["keys"]
     assert [key["kid"] for key in keys] == [jwt.decode_header(token)["kid"]]
     return id_token.verify_token(token, Request(), audience, certs_url=f"{user.info.http}/oauth2/v1/certs")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "local-stack.md").read_text()
+SETTINGS = re.findall(r"^\$ ((?:export|for) .*)$", PAGE, re.M)
+COMMANDS = re.findall(r"^\|[^|]*\| `((?:gcloud|gsutil|kubectl) .*)` \|$", PAGE, re.M)
+FILES = {
+    "flow.yaml": SOURCE,
+    "my-job.json": "{}",
+    "token.txt": "any text",
+    "job.yaml": "{apiVersion: v1, kind: ConfigMap, metadata: {name: clients}, data: {a: b}}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("client", ["gcloud", "gsutil", "kubectl"])
+def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str) -> None:
+    """In bash, as a user types them. The commands of one client in the table's order, as they build on each other."""
+    for name in {"gcloud", client} if client == "gsutil" else {client}:
+        if shutil.which(name) is None:
+            pytest.skip(f"{name} is not installed")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    listed = [command for command in COMMANDS if command.startswith(client)]
+    if client == "gsutil":
+        clients.storage().create_bucket("clients-of-gsutil")
+        listed = [command.replace("gs://clients/notes", "gs://clients-of-gsutil") for command in listed]
+    assert listed
+    settings = "\n".join(SETTINGS).replace("PORT", user.info.http.rsplit(":", 1)[1])
+    quiet = {"CLOUDSDK_CONFIG": str(tmp_path / "gcloud"), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1", "HOME": str(tmp_path)}
+    failures = []
+    for command in listed:
+        script = f"{settings}\n{command.replace('build/local', str(user.state))}"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, **quiet},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        if done.returncode:
+            failures.append(f"{command}\n{done.stderr[-1000:]}")
+    assert not failures, "\n\n".join(failures)
+
+
+def test_the_page_lists_commands_of_each_client() -> None:
+    assert len(COMMANDS) >= 28
+    assert len(SETTINGS) == 3
