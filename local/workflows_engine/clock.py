@@ -1,12 +1,37 @@
-"""Time as a parameter: the wall clock, or a virtual clock that tests advance."""
+"""Time as a parameter: the wall clock, or a virtual clock that tests advance; and timestamps as seconds."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import itertools
+import re
 import time
-from typing import Protocol
+from datetime import UTC, datetime, timedelta
+from typing import Final, Protocol
+
+_TIMESTAMP: Final = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[Tt](\d\d):(\d\d):(\d\d)(?:\.(\d+))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
+)
+
+
+def parse_timestamp(text: str) -> float:
+    """Seconds since the Unix epoch of a timestamp by https://www.rfc-editor.org/rfc/rfc3339#section-5.6, to the
+    microsecond. Second 60, a leap second, is the beginning of the next minute. Raises ValueError."""
+    match = _TIMESTAMP.fullmatch(text)
+    if match is None:
+        raise ValueError("not by RFC 3339")
+    year, month, day, hour, minute, second = map(int, match.groups()[:6])
+    fraction, sign, hours, minutes = match.groups()[6:]
+    if second > 60 or int(hours or 0) > 23 or int(minutes or 0) > 59:
+        raise ValueError("out of range")
+    offset = timedelta(hours=int(hours or 0), minutes=int(minutes or 0))
+    later = timedelta(seconds=second, microseconds=int((fraction or "0")[:6].ljust(6, "0")))
+    moment = datetime(year, month, day, hour, minute, tzinfo=UTC)
+    try:
+        return (moment + later + (offset if sign == "-" else -offset)).timestamp()
+    except OverflowError as error:
+        raise ValueError("out of range") from error
 
 
 class Clock(Protocol):

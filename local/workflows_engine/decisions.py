@@ -24,6 +24,18 @@ UNASSIGNED_VARIABLE_TAG = "KeyError"
 RETRY_WITHOUT_PREDICATE = "retry.always"
 RETRY_DEFAULT_MAX = 5
 
+# Only `true` from a retry predicate retries: any other value, also "true" or null, gives up, and keeps the error that
+# the predicate was asked about. An error inside the predicate replaces that error and leaves the whole try step: the
+# `except` of the same step does not catch it.
+
+# A step or a branch of a switch with `return` or `raise` and with `next` ends there: `next` is never reached.
+
+# Names of steps may hold any characters, dashes too. Variables and subworkflows have letters, digits and `_`.
+
+# A body whose Content-Type says JSON, and which does not parse, is a string.
+
+# Executions that an execution started run to their end when it is cancelled, fails or is deleted.
+
 # Branch ids in an UnhandledBranchError count from 1, as text; so do the ids of iterations.
 FIRST_BRANCH_ID = 1
 

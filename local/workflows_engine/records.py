@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Revision:
-    """A deployed version of a workflow: its source and its user environment variables."""
+    """A deployed version of a workflow: its source, its user environment variables, its service account ("" for the
+    default)."""
 
     workflow: str
     revision_id: str
     source: str
     environment: Mapping[str, str]
     created: float
+    service_account: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS wf_workflow (
     labels TEXT NOT NULL, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS wf_revision (
     workflow TEXT NOT NULL, revision TEXT NOT NULL, source TEXT NOT NULL, environment TEXT NOT NULL,
-    created REAL NOT NULL, PRIMARY KEY (workflow, revision)) WITHOUT ROWID;
+    created REAL NOT NULL, service_account TEXT NOT NULL DEFAULT '', PRIMARY KEY (workflow, revision)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wf_execution (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, workflow TEXT NOT NULL, revision TEXT NOT NULL,
     state TEXT NOT NULL, argument TEXT NOT NULL, result TEXT, error TEXT, labels TEXT NOT NULL,
@@ -57,6 +57,9 @@ class Store:
             for statement in SCHEMA.split(";"):
                 if statement.strip():
                     self._sql.execute(statement)
+            columns = {row[1] for row in self._sql.execute("PRAGMA table_info(wf_revision)")}
+            if "service_account" not in columns:  # a database of an older engine
+                self._sql.execute("ALTER TABLE wf_revision ADD COLUMN service_account TEXT NOT NULL DEFAULT ''")
 
     # Workflows
 
@@ -92,31 +95,40 @@ class Store:
         )
 
     def delete_workflow(self, name: str) -> None:
+        """Delete a workflow with its revisions, and its executions with their rows."""
+        executions = "IN (SELECT id FROM wf_execution WHERE workflow = ?)"
+        for table in ("wf_history", *_STATE_TABLES):
+            self._sql.execute(f"DELETE FROM {table} WHERE execution {executions}", (name,))
+        for table in ("wf_execution", "wf_revision"):
+            self._sql.execute(f"DELETE FROM {table} WHERE workflow = ?", (name,))
         self._sql.execute("DELETE FROM wf_workflow WHERE name = ?", (name,))
 
     def revision(self, workflow: str, revision: str) -> Revision | None:
         row = self._sql.execute(
-            "SELECT source, environment, created FROM wf_revision WHERE workflow = ? AND revision = ?",
+            "SELECT source, environment, created, service_account FROM wf_revision WHERE workflow = ? AND revision = ?",
             (workflow, revision),
         ).fetchone()
-        return Revision(workflow, revision, row[0], json.loads(row[1]), row[2]) if row else None
+        return Revision(workflow, revision, row[0], json.loads(row[1]), row[2], row[3]) if row else None
 
     def revisions(self, workflow: str) -> list[Revision]:
         rows = self._sql.execute(
-            "SELECT revision, source, environment, created FROM wf_revision WHERE workflow = ? ORDER BY revision DESC",
+            "SELECT revision, source, environment, created, service_account FROM wf_revision "
+            "WHERE workflow = ? ORDER BY revision DESC",
             (workflow,),
         ).fetchall()
-        return [Revision(workflow, row[0], row[1], json.loads(row[2]), row[3]) for row in rows]
+        return [Revision(workflow, row[0], row[1], json.loads(row[2]), row[3], row[4]) for row in rows]
 
     def put_revision(self, revision: Revision) -> None:
         self._sql.execute(
-            "INSERT INTO wf_revision (workflow, revision, source, environment, created) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO wf_revision (workflow, revision, source, environment, created, service_account) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
             (
                 revision.workflow,
                 revision.revision_id,
                 revision.source,
                 json.dumps(dict(revision.environment)),
                 revision.created,
+                revision.service_account,
             ),
         )
 
@@ -156,8 +168,12 @@ class Store:
         row = self._sql.execute(f"SELECT {_COLUMNS} FROM wf_execution WHERE id = ?", (id_,)).fetchone()
         return _record(row) if row else None
 
-    def executions(self, workflow: str) -> Iterator[ExecutionRecord]:
-        """A workflow's executions, the newest first; read in pages, so that the caller may stop early."""
+    def execution_name(self, id_: int) -> str:
+        name: str = self._sql.execute("SELECT name FROM wf_execution WHERE id = ?", (id_,)).fetchone()[0]
+        return name
+
+    def executions(self, workflow: str) -> Iterator[tuple[int, ExecutionRecord]]:
+        """A workflow's executions by row id, the newest first; read in pages, so that the caller may stop early."""
         last = 2**62
         while True:
             rows = self._sql.execute(
@@ -165,7 +181,7 @@ class Store:
                 (workflow, last),
             ).fetchall()
             for row in rows:
-                yield _record(row)
+                yield row[0], _record(row)
             if len(rows) < PAGE:
                 return
             last = rows[-1][0]
@@ -224,7 +240,7 @@ class Store:
                 id_,
             ),
         )
-        for table in ("wf_state", "wf_value", "wf_wait", "wf_callback"):
+        for table in _STATE_TABLES:
             self._sql.execute(f"DELETE FROM {table} WHERE execution = ?", (id_,))
 
     def prune(self, before: float) -> None:
@@ -305,6 +321,10 @@ class Store:
         ).fetchall()
         return [(row[0], _wait(row), bool(row[9])) for row in rows]
 
+    def waits_for_executions(self) -> list[tuple[int, Wait]]:
+        rows = self._sql.execute(f"SELECT {_WAIT_COLUMNS} FROM wf_wait WHERE kind = 'execution'").fetchall()
+        return [(row[0], _wait(row)) for row in rows]
+
     def due(self, now: float, limit: int = 500) -> list[tuple[int, Wait]]:
         rows = self._sql.execute(
             f"SELECT {_WAIT_COLUMNS} FROM wf_wait WHERE due <= ? ORDER BY due, execution, thread LIMIT ?", (now, limit)
@@ -363,6 +383,7 @@ class Store:
         return float(row[0]) if row and row[0] is not None else 0.0
 
 
+_STATE_TABLES = ("wf_state", "wf_value", "wf_wait", "wf_callback")
 _COLUMNS = (
     "id, name, workflow, revision, state, argument, result, error, labels, created, started, ended, steps, "
     "external_steps, settings, last_steps"

@@ -90,20 +90,22 @@ class Sizer:
     def __init__(self, variables_bytes: int, string_bytes: int) -> None:
         self._variables_bytes = variables_bytes
         self._string_bytes = string_bytes
-        self._known: dict[int, tuple[Value, int, int]] = {}
+        self._known: dict[int, tuple[Value, int, int, int]] = {}
         self._remembered = 0
 
     def check(self, value: Value) -> None:
         """Raise ResourceLimitError for a value that by itself is over a limit, or nested too deeply."""
         if type(value) is str or type(value) is bytes:
             if len(value) > self._string_bytes // 4 and self.size(value) > self._string_bytes:
-                raise limit_error(f"a string of {self.size(value)} bytes; the limit is {self._string_bytes}")
+                raise self._string_error(self.size(value))
             return
         is_new = id(value) not in self._known
         try:
-            size, depth = self.measure(value)
+            size, depth, longest = self.measure(value)
         except RecursionError as error:
             raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}") from error
+        if longest > self._string_bytes:
+            raise self._string_error(longest)
         if size > self._variables_bytes:
             raise memory_error(size, self._variables_bytes)
         if depth > decisions.MAX_VALUE_DEPTH:
@@ -112,13 +114,16 @@ class Sizer:
         if self._remembered > 16_000_000 or len(self._known) > 4096:
             self.forget()
 
+    def _string_error(self, size: int) -> WorkflowError:
+        return limit_error(f"a string of {size} bytes; the limit is {self._string_bytes}")
+
     def grown(self, value: Value, old: Value, part: Value) -> None:
         """Remember the size of `value`, which is the list `old` with another item, without a walk."""
         known = self._known.pop(id(old), None)
         if known is None or known[0] is not old:
             return
-        size, depth = self.measure(part)
-        self._known[id(value)] = (value, known[1] + size, max(known[2], depth + 1))
+        size, depth, longest = self.measure(part)
+        self._known[id(value)] = (value, known[1] + size, max(known[2], depth + 1), max(known[3], longest))
         self._remembered += size
 
     def forget(self) -> None:
@@ -134,30 +139,34 @@ class Sizer:
             return 8 if len(value) < 8 else len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
         return max(8, len(value)) if kind_ is bytes else 8
 
-    def measure(self, value: Value) -> tuple[int, int]:
-        """(size, depth) of a value."""
+    def measure(self, value: Value) -> tuple[int, int, int]:
+        """(size, depth, size of the longest string or bytes inside) of a value."""
         if type(value) is list or type(value) is dict:
             return self._measure(value)
-        return self.size(value), 0
+        size = self.size(value)
+        return size, 0, size
 
-    def _measure(self, value: Value) -> tuple[int, int]:
+    def _measure(self, value: Value) -> tuple[int, int, int]:
         known = self._known.get(id(value))
         if known is not None and known[0] is value:
-            return known[1], known[2]
-        size, depth = 8, 0
+            return known[1], known[2], known[3]
+        size, depth, longest = 8, 0, 0
         parts = value
         if type(value) is dict:
             parts = value.values()
             size += sum(map(len, value))
+            if size > self._string_bytes:
+                longest = max(map(len, value))
         if SCALARS.issuperset(map(type, parts)):
             size += 8 * len(value)
         else:
             for part in parts:
-                part_size, part_depth = self.measure(part)
+                part_size, part_depth, part_longest = self.measure(part)
                 size += part_size
                 depth = max(depth, part_depth)
-        self._known[id(value)] = (value, size, depth + 1)
-        return size, depth + 1
+                longest = max(longest, part_longest)
+        self._known[id(value)] = (value, size, depth + 1, longest)
+        return size, depth + 1, longest
 
 
 def memory_error(size: int, limit: int) -> WorkflowError:
@@ -223,6 +232,15 @@ def to_json(value: Value, *, sort_keys: bool = False) -> str:
         return (_sorted if sort_keys else _strict).encode(value)
     except ValueError as error:
         raise NotJson("NaN and infinities are not JSON-encodable") from error
+
+
+def utf8(text: str) -> bytes:
+    """A text as bytes. Raises UnicodeError, which names the place, for a lone surrogate: no UTF-8 encodes it."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        message = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; expected Unicode text"
+        raise UnicodeError(message) from error
 
 
 def from_json(text: str) -> Value:

@@ -121,7 +121,7 @@ class _Engine:
 def build(home: Path, made: list[Engine]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     storage = StorageEmulator(db, home / "blobs", clock, project=PROJECT)
-    pubsub = PubSubEmulator(db, clock, token=lambda audience: "")
+    pubsub = PubSubEmulator(db, clock, token=lambda audience, email: "")
     engine = Engine(db, clock=clock, authorize=lambda headers: True, callback_base_url="http://127.0.0.1:1")
     for bucket in (SPECS, RUNS):
         storage.create_bucket(bucket)

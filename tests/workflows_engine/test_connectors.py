@@ -167,6 +167,22 @@ def test_every_failure_has_its_tag(run: Any, answers: dict[str, Any], tag: str, 
     assert field in error
 
 
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(
+    ("timeout", "answers"),
+    [(30, {JOBS: [STARTED], OPERATION: [STARTED]}), (3, {JOBS: [(503, {})]}), (3, {JOBS: [(429, {})]})],
+)
+def test_the_timeout_is_the_duration_of_the_whole_call(run: Any, timeout: int, answers: Any, restart: bool) -> None:
+    google = Google(answers)
+    record, seconds = run(CREATE % f"connector_params: {{timeout: {timeout}}}", google, restart=restart)
+    error = json.loads(record.error["payload"])
+    assert error["tags"] == ["TimeoutError"]
+    assert f"the call took longer than {timeout} s" in error["message"]
+    assert seconds == timeout
+    assert google.requests[0].timeout == timeout
+    assert 0 < google.requests[-1].timeout < timeout  # a request may not outlast the call
+
+
 def test_connectors_retry_without_a_policy(run: Any) -> None:
     google = Google({JOBS: [(503, {}), (503, {}), DONE]})
     record, seconds = run(CREATE % "", google)

@@ -22,6 +22,7 @@ from workflows_engine import (
     HttpRequest,
     HttpResponse,
     Limits,
+    NotFound,
     ResourceExhausted,
     SqliteDatabase,
     VirtualClock,
@@ -32,6 +33,7 @@ from workflows_engine.lease import Lease
 from .conftest import duration
 
 FLOW = "projects/p/locations/l/workflows/flow"
+CHILD = "projects/p/locations/l/workflows/child"
 
 STRAIGHT = """
 main:
@@ -317,6 +319,15 @@ def test_a_post_without_a_key_is_never_sent_twice(tmp_path: Path, after: bool) -
     assert results == {'"pay-1"', '"ConnectionError"'}
 
 
+def test_no_two_executions_send_the_same_idempotency_key(tmp_path: Path) -> None:
+    """Also not in two databases: a peer that honours keys would answer the second execution from the first."""
+    services = Services()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        asyncio.run(run_until_dead_or_done(tmp_path / name / "x.db", services, None, False, PARALLEL))
+    assert set(services.sent.values()) == {1}
+
+
 def test_two_engines_cannot_both_advance_an_execution(tmp_path: Path) -> None:
     async def run() -> None:
         services = Services()
@@ -432,6 +443,111 @@ def test_an_execution_cannot_run_longer_than_a_year(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_children_of_a_cancelled_parent_run_to_their_end(tmp_path: Path) -> None:
+    parent = "- a: {call: experimental.executions.run, args: {workflow_id: child}}\n"
+    child = "- nap: {call: sys.sleep, args: {seconds: 60}}\n- done: {return: 7}\n"
+
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(CHILD, child)
+        name = engine.create_execution(FLOW).name
+        await drive(engine, clock, asyncio.create_task(clock.sleep_until(clock.now() + 1)))
+        assert engine.cancel(name).state == "CANCELLED"
+        (record,) = engine.list(CHILD)
+        done = asyncio.create_task(engine.wait(record.name))
+        await drive(engine, clock, done)
+        assert (done.result().state, done.result().result) == ("SUCCEEDED", "7")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_parent_learns_of_an_end_that_it_had_not_heard_of_before_a_kill(tmp_path: Path, deleted: bool) -> None:
+    parent = """
+- t:
+    try: {call: experimental.executions.run, args: {workflow_id: child}}
+    except: {as: e, steps: [{back: {return: "${e.tags[0]}"}}]}
+"""
+
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(CHILD, "- nap: {call: sys.sleep, args: {seconds: 60}}\n")
+        name = engine.create_execution(FLOW).name
+        await drive(engine, clock, asyncio.create_task(clock.sleep_until(clock.now() + 1)))
+        (record,) = engine.list(CHILD)
+        engine.delete_workflow(CHILD) if deleted else engine.cancel(record.name)
+        abandon(engine)  # after the commit of the child's end, before that of the parent's next step
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, takeover=True)
+        await engine.start()
+        done = asyncio.create_task(engine.wait(name))
+        await drive(engine, clock, Either(done, asyncio.create_task(clock.sleep_until(clock.now() + 100))))
+        assert done.done()
+        assert done.result().result == '"OperationError"'
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_deleting_a_workflow_deletes_its_executions(tmp_path: Path) -> None:
+    """A parent that waits for a deleted execution learns that it was cancelled."""
+    parent = """
+- t:
+    try: {call: experimental.executions.map, args: {workflow_id: child, arguments: [0, 600]}}
+    except: {as: e, steps: [{back: {return: "${e.operation.state}"}}]}
+"""
+    child = """
+main:
+  params: [seconds]
+  steps:
+    - c: {call: events.create_callback_endpoint, result: c}
+    - nap: {call: sys.sleep, args: {seconds: "${seconds}"}}
+"""
+
+    async def run() -> None:
+        clock, name = VirtualClock(), CHILD
+        db = SqliteDatabase(tmp_path / "x.db")
+        engine = Engine(db, clock=clock, limits=Limits(active_executions=3))
+        await engine.start()
+        engine.deploy(FLOW, parent)
+        engine.deploy(name, child)
+        waiting = asyncio.create_task(engine.wait(engine.create_execution(FLOW).name))
+        naps = asyncio.create_task(clock.sleep_until(clock.now() + 60))
+        await drive(engine, clock, naps)
+        queued = [engine.create_execution(name, "600") for _ in range(2)]
+        assert [record.state for record in queued] == ["ACTIVE", "QUEUED"]
+        names = [record.name for record in engine.list(name)]
+        engine.delete_workflow(name)
+        await drive(engine, clock, waiting)
+        assert waiting.result().result == '"CANCELLED"'
+        for execution in names:
+            with pytest.raises(NotFound):
+                engine.get(execution)
+        assert engine.deploy(name, child).revision_id.startswith("000001-")
+        assert list(engine.list(name)) == []
+        assert len(names) == 4
+        for table in ("wf_history", "wf_state", "wf_value", "wf_wait", "wf_callback"):
+            assert db.connection.execute(f"SELECT count(*) FROM {table} WHERE execution > 1").fetchone() == (0,)
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_database_of_an_older_engine_is_opened(tmp_path: Path) -> None:
+    """Its revisions have no service account."""
+    db = SqliteDatabase(tmp_path / "x.db")
+    Engine(db, clock=VirtualClock()).deploy(FLOW, STRAIGHT)
+    db.connection.execute("ALTER TABLE wf_revision DROP COLUMN service_account")
+    assert Engine(db, clock=VirtualClock()).get_workflow(FLOW).revision.service_account == ""
+    db.close()
+
+
 def test_subexecutions(tmp_path: Path) -> None:
     parent = """
 main:
@@ -459,7 +575,7 @@ main:
         engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await engine.start()
         engine.deploy(FLOW, parent)
-        engine.deploy(FLOW.replace("/flow", "/child"), child)
+        engine.deploy(CHILD, child)
         record = engine.create_execution(FLOW)
         done = asyncio.create_task(engine.wait(record.name))
         await drive(engine, clock, done)

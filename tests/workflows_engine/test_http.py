@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+GZIP = {"Content-Encoding": "gzip"}
+GZIPPED = gzip.compress('{"ü": 1}'.encode())
 CATCH = "    except: {as: e, steps: [{back: {return: '${e}'}}]}\n"
 
 
@@ -97,6 +100,9 @@ def test_auth_blocks_become_bearer_tokens(served: Any, auth: dict[str, Any], tok
         (lambda: web.Response(text="plain", content_type="text/html"), "plain"),
         (lambda: web.Response(body=b"{}", content_type="application/problem+json"), {}),
         (lambda: web.Response(status=204), None),
+        (lambda: web.Response(text="{oops", content_type="application/json"), "{oops"),
+        (lambda: web.Response(text="NaN", content_type="application/vnd.x+json"), "NaN"),
+        (lambda: web.Response(body=GZIPPED, content_type="application/json", headers=GZIP), {"ü": 1}),
     ],
 )
 def test_responses_are_parsed_by_their_content_type(served: Any, answer: Any, body: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
+import zlib
 
 import pytest
 
@@ -86,6 +88,41 @@ def test_bodies(answer: bytes, method: str, body: bytes) -> None:
     responses, _, connections = exchange([answer, answer], method, times=2)
     assert [response.body for response in responses] == [body, body]
     assert connections == 1
+
+
+def encoded(encoding: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+RAW_DEFLATE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "sent", "body"),
+    [
+        ("gzip", gzip.compress(b"text", mtime=0), b"text"),
+        ("GZIP", gzip.compress(b"te", mtime=0) + gzip.compress(b"xt", mtime=0), b"text"),
+        ("deflate", zlib.compress(b"text"), b"text"),
+        ("deflate", RAW_DEFLATE.compress(b"text") + RAW_DEFLATE.flush(), b"text"),
+        ("identity", b"text", b"text"),
+        ("gzip", gzip.compress(b"x" * 100_000, mtime=0), b"x" * 1001),  # a byte over the limit, and no more
+    ],
+)
+def test_a_body_that_is_compressed_unasked_is_decoded(encoding: str, sent: bytes, body: bytes) -> None:
+    (response, again), (head, _), connections = exchange([encoded(encoding, sent)] * 2, times=2, limit=1000)
+    assert response.body == again.body == body
+    assert b"Accept-Encoding" not in head
+    assert connections == 1
+
+
+@pytest.mark.parametrize(
+    "sent", [gzip.compress(b"text", mtime=0)[:-1], b"not gzip", gzip.compress(b"text", mtime=0) + b"more"]
+)
+def test_a_broken_gzip_is_a_connection_error(sent: bytes) -> None:
+    with pytest.raises(WorkflowError, match="its body is not gzip") as caught:
+        exchange([encoded("gzip", sent)])
+    assert caught.value.value["tags"] == ["ConnectionError"]
 
 
 def test_a_body_may_end_with_the_connection() -> None:

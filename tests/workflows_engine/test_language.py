@@ -9,7 +9,7 @@ import pytest
 
 from workflows_engine import Limits, ScriptedMocks, simulate
 
-from .conftest import Failed
+from .conftest import Failed, duration
 
 
 def failure(lab: Any, source: str, argument: Any = None, **options: Any) -> Any:
@@ -465,6 +465,55 @@ def test_retry(lab: Any, policy: str, expected: list[int]) -> None:
     assert lab.run(RETRY % policy, {"n": 1}) == expected
 
 
+PREDICATE = """
+main:
+  steps:
+    - outer:
+        try:
+          steps:
+            - inner:
+                try: {{raise: original}}
+                retry: {{predicate: "${{p}}", max_retries: 2, backoff: {{initial_delay: 1, multiplier: 1}}}}
+                except: {{as: e, steps: [{{back: {{return: "${{\\"inner \\" + e}}"}}}}]}}
+        except: {{as: e, steps: [{{back: {{return: "${{\\"outer \\" + e}}"}}}}]}}
+p:
+  params: [e]
+  steps: [{{decide: {{{step}}}}}]
+"""
+
+
+@pytest.mark.parametrize("step", ['return: "true"', "return: 1", "return: null", "return: {}", "assign: [{x: true}]"])
+def test_only_true_from_a_predicate_retries(step: str) -> None:
+    done = simulate(PREDICATE.format(step=step))
+    assert done.result == "inner original"
+    assert duration(done.record) == 0
+
+
+def test_an_error_inside_a_predicate_leaves_the_try(lab: Any) -> None:
+    """It replaces the error that the predicate was asked about; the `except` of the same step does not catch it."""
+    assert lab.run(PREDICATE.format(step="raise: predicate")) == "outer predicate"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("- a: {return: 1, next: b}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, return: 1, next: b}]}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, steps: [{x: {return: 1}}], next: b}]}\n- b: {return: 2}\n", 1),
+        ("- a: {switch: [{condition: true, next: b}], next: c}\n- b: {return: 2}\n- c: {return: 3}\n", 2),
+    ],
+)
+def test_a_return_wins_over_next(lab: Any, source: str, expected: int) -> None:
+    assert lab.run(source) == expected
+
+
+def test_names_of_steps_may_hold_any_character(lab: Any) -> None:
+    source = "- a-b: {next: c.d/ü 1}\n- x: {return: 1}\n- c.d/ü 1: {return: 2}\n"
+    machine, value = lab.machine(source)
+    assert value == 2
+    assert machine.current_steps() == [{"routine": "main", "step": "c.d/ü 1"}]
+
+
 def test_retry_reruns_the_whole_try_and_waits_by_the_backoff() -> None:
     source = (
         RETRY
@@ -652,6 +701,87 @@ def test_limits_cannot_be_caught(lab: Any) -> None:
 def test_values_cannot_outgrow_memory(lab: Any, steps: str, tag: str) -> None:
     value, _ = failure(lab, steps)
     assert tag in value["tags"]
+
+
+@pytest.mark.parametrize("value", ["a\ud800", {"k": ["\udfff"]}, {"\ud800": 1}])
+def test_a_lone_surrogate_is_refused_as_a_result(value: Any) -> None:
+    done = simulate("main:\n  params: [args]\n  steps: [{back: {return: '${args}'}}]\n", value)
+    assert done.error["tags"] == ["ValueError"]
+    assert "the workflow's result: lone surrogate U+D" in done.error["message"]
+    assert 'in step "back"' in done.record.error["context"]
+
+
+def test_a_lone_surrogate_is_refused_as_the_argument_of_a_subexecution() -> None:
+    source = """
+main:
+  params: [args]
+  steps:
+    - t:
+        try: {call: experimental.executions.run, args: {workflow_id: workflow, argument: "${args}"}}
+        except: {as: e, steps: [{back: {return: "${e}"}}]}
+"""
+    error = simulate(source, "\ud800").result
+    assert (error["code"], error["tags"]) == (400, ["HttpError"])
+    assert "lone surrogate U+D800 at character 1" in error["body"]["error"]["message"]
+
+
+CATCH_ALL = "    except: {as: e, steps: [{r: {return: caught}}]}\n"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "- fill: {assign: [{a: '${x + 1}'}, {b: '${x + 2}'}, {c: '${x + 3}'}, {d: '${x + 4}'}, {e: '${x + 5}'}]}",
+        "- fill: {assign: [{m: {}}, {m.a: '${[x]}'}, {m.b: '${[x]}'}, {n: '${m}'}, {o: '${m}'}]}",
+        "- fill: {call: inner, args: {a: '${x}', b: '${x}', c: '${x}', d: '${x}'}, result: y}",
+        "- fill: {assign: [{a: '${inner(x, x, x, x)}'}]}",
+        "- fill: {call: list.concat, args: {objs: ['${x}', '${x}'], val: '${x}'}, result: y}\n"
+        "            - more: {call: list.concat, args: {objs: ['${x}', '${x}'], val: '${x}'}, result: z}",
+    ],
+)
+def test_the_limit_of_all_variables_holds_at_every_assignment(lab: Any, step: str) -> None:
+    """No wait, and no slice of steps, ends between the assignment and the return."""
+    inner = "inner:\n  params: [a, b, c, d]\n  steps: [{r: {return: 1}}]\n"
+    made = "- double: {for: {value: i, range: [1, 13], steps: [{g: {assign: [{x: '${x + x}'}]}}]}}"  # 131,072 bytes
+    start = "- start: {assign: [{x: 0123456789abcdef}]}"
+    body = f"{start}\n            {made}\n            {step}\n            - done: {{return: ok}}"
+    source = f"main:\n  steps:\n    - t:\n        try:\n          steps:\n            {body}\n    {CATCH_ALL}{inner}"
+    value, error = failure(lab, source)
+    assert value["tags"] == ["ResourceLimitError", "MemoryLimitExceededError"]
+    assert 'in step "' in error["context"]
+
+
+def test_a_variable_may_be_replaced_by_as_large_a_value(lab: Any) -> None:
+    source = """
+- start: {assign: [{x: 0123456789abcdef}]}
+- double: {for: {value: i, range: [1, 14], steps: [{g: {assign: [{x: '${x + x}'}]}}]}}
+- again: {for: {value: i, range: [1, 5], steps: [{g: {assign: [{x: '${text.to_upper(x)}'}]}}]}}
+- done: {return: '${len(x)}'}
+"""
+    assert lab.run(source) == 262_144
+
+
+@pytest.mark.parametrize(
+    "value", ["['${x + \"1\"}']", "{a: {b: '${x + \"1\"}'}}", "{'${x + \"1\"}': 1}", "'${[[x + 1]]}'"]
+)
+def test_the_limit_of_a_string_holds_inside_lists_and_maps(lab: Any, value: str) -> None:
+    source = f"""
+- start: {{assign: [{{x: 0123456789abcdef}}]}}
+- double: {{for: {{value: i, range: [1, 14], steps: [{{g: {{assign: [{{x: '${{x + x}}'}}]}}}}]}}}}
+- hide: {{assign: [{{y: {value}}}, {{x: null}}]}}
+- done: {{return: 1}}
+"""
+    failed, _ = failure(lab, source)
+    assert failed["message"] == "ResourceLimitError: a string of 262145 bytes; the limit is 262144"
+
+
+@pytest.mark.parametrize("body", ["x" * 262_145, {"a": ["x" * 262_145]}])
+def test_the_limit_of_a_string_holds_for_a_body_that_is_a_result(lab: Any, body: Any) -> None:
+    answer = {"body": body, "code": 200, "headers": {}}
+    source = "- get: {call: http.get, args: {url: 'http://peer/'}%s}\n- done: {return: 1}\n"
+    with pytest.raises(Failed, match="a string of 262145 bytes; the limit is 262144"):
+        lab.run(source % ", result: r", answers=[answer])
+    assert lab.run(source % "", answers=[answer]) == 1  # a response that no variable keeps may be longer
 
 
 def test_bytes_and_huge_values_are_refused_as_results(lab: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from workflows_engine import VirtualClock, simulate
 from workflows_engine.language.stdlib import FUNCTIONS
 
 CASES: list[tuple[str, Any]] = [
@@ -71,6 +72,12 @@ CASES: list[tuple[str, Any]] = [
     ('time.format(1720795833.5, "Europe/Berlin")', "2024-07-12T16:50:33.500000+02:00"),
     ('time.parse("2024-07-12T14:50:33Z")', 1720795833.0),
     ('time.parse("2024-07-12T16:50:33.5+02:00")', 1720795833.5),
+    ('time.parse("2024-07-12t14:50:33z")', 1720795833.0),
+    ('time.parse("2024-07-12T09:20:33.123456789-05:30")', 1720795833.123456),
+    ('time.parse("2016-12-31T23:59:60Z")', 1483228800.0),
+    ('time.parse("1990-12-31T15:59:60.5-08:00")', 662688000.5),
+    ('time.parse("1969-12-31T23:59:59.25Z")', -0.75),
+    ('time.parse("2024-02-29T00:00:00-00:00")', 1709164800.0),
     ("sys.now()", 1_750_000_000.25),
     ('sys.get_env("GOOGLE_CLOUD_PROJECT_ID")', "test-project"),
     ('sys.get_env("TEAM")', "search"),
@@ -82,6 +89,32 @@ CASES: list[tuple[str, Any]] = [
     ("retry.default_backoff", {"initial_delay": 1, "max_delay": 60, "multiplier": 1.25}),
     ("http.default_retry.max_retries", 5),
 ]
+
+
+NOT_TIMESTAMPS = (
+    "tomorrow",
+    "2024-07-12",
+    "2024-07-12T14Z",
+    "2024-07-12T14:50Z",
+    "20240712T145033Z",
+    "2024-W28-5T14:50:33Z",
+    "2024-07-12T14:50:33",
+    "2024-07-12T14:50:33,5Z",
+    "2024-07-12T14:50:33.Z",
+    "2024-07-12T14:50:33+02",
+    "2024-07-12T14:50:33+0200",
+    "2024-07-12T14:50:33+24:00",
+    "2024-07-12T14:50:33+02:00:00",
+    "2024-07-12 14:50:33Z",
+    " 2024-07-12T14:50:33Z",
+    "2024-07-12T24:00:00Z",
+    "2024-07-12T14:60:33Z",
+    "2024-07-12T14:50:61Z",
+    "2023-02-29T14:50:33Z",
+    "2024-13-12T14:50:33Z",
+    "0001-01-01T00:00:00+01:00",
+    "٢٠٢٤-07-12T14:50:33Z",
+)
 
 
 @pytest.mark.parametrize(("expression", "expected"), CASES)
@@ -129,7 +162,7 @@ def test_result(lab: Any, expression: str, expected: Any) -> None:
         ('time.format("x")', "TypeError", "'seconds' must be a number"),
         ('time.format(0, "Mars/Base")', "ValueError", "unknown time zone"),
         ("time.format(1e30)", "ValueError", "out of range"),
-        ('time.parse("2024-07-12")', "ValueError", "not a timestamp"),
+        *((f'time.parse("{text}")', "ValueError", "not a timestamp") for text in NOT_TIMESTAMPS),
         ("time.parse(1)", "TypeError", "'value'"),
         ("sys.get_env(1)", "TypeError", "'name' must be a string"),
         ('sys.get_env("X", 1)', "TypeError", "'default' must be a string"),
@@ -227,7 +260,7 @@ def test_sys_log_refuses(lab: Any, arguments: str, tag: str) -> None:
         ("sys.sleep", {"seconds": -1}, "ValueError"),
         ("sys.sleep", {"seconds": 40_000_000}, "ValueError"),
         ("sys.sleep_until", {"time": 5}, "TypeError"),
-        ("sys.sleep_until", {"time": "tomorrow"}, "ValueError"),
+        *(("sys.sleep_until", {"time": text}, "ValueError") for text in NOT_TIMESTAMPS),
         ("events.await_callback", {"callback": 1}, "TypeError"),
         ("events.await_callback", {"callback": {"url": "http://other/callbacks/1"}}, "ValueError"),
         ("events.await_callback", {"callback": {"url": "x"}, "timeout": "long"}, "TypeError"),
@@ -245,6 +278,12 @@ def test_sys_log_refuses(lab: Any, arguments: str, tag: str) -> None:
 )
 def test_blocking_calls_check_their_arguments(lab: Any, call: str, arguments: dict[str, Any], tag: str) -> None:
     assert lab.run(caught(call, json.dumps(arguments))) == tag
+
+
+@pytest.mark.parametrize("time", ["2016-12-31t23:59:60z", "2017-01-01T01:00:00+01:00"])
+def test_sleep_until_ends_at_the_timestamp(time: str) -> None:
+    source = f"- nap: {{call: sys.sleep_until, args: {{time: '{time}'}}}}\n- now: {{return: '${{sys.now()}}'}}\n"
+    assert simulate(source, clock=VirtualClock(1_480_000_000.0)).result == 1_483_228_800.0
 
 
 def test_every_function_is_covered_here() -> None:

@@ -1,5 +1,9 @@
-"""Bearer tokens of the local stack, in place of Google's identity tokens: a call without a token, or with a token for
-another audience, is refused as in the cloud."""
+"""Bearer tokens of the local stack, in place of Google's: a call without a token, or with a token for another audience,
+is refused as in the cloud.
+
+Identity tokens are JWTs of Google's form (https://cloud.google.com/docs/authentication/token-types#id), so that a
+receiver verifies them as in the cloud, with the stack's keys in place of Google's. Access tokens are opaque.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,23 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
-from typing import NamedTuple
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth import crypt, jwt
+from google.auth.exceptions import GoogleAuthError
 
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 PREFIX = "dropforge-local"
+ISSUER: Final = "https://accounts.google.com"
+LIFETIME_SECONDS: Final = 3600  # of Google's identity tokens
+REUSE_SECONDS: Final = 300  # calls within this time get the same token, as from Google's metadata server
+_CALLER: Final = "dropforge_caller"  # a claim that Google's tokens lack
 
 
 class Claims(NamedTuple):
@@ -22,24 +38,43 @@ class Claims(NamedTuple):
     caller: str
 
 
+def new_identity(secret: str = "") -> str:
+    """The text of a new identity: a secret, and below it an RSA key. `secret`: of an identity that has no key yet."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    return f"{secret or secrets.token_hex(32)}\n{pem.decode()}"
+
+
 class Identity:
-    """Signs and checks tokens with one secret per state directory."""
+    """Signs and checks tokens with the secret and the key of a state directory: the text of `new_identity`."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, text: str, now: Callable[[], float] = time.time) -> None:
+        secret, _, self._pem = text.partition("\n")
         self._secret = secret.encode()
+        self._now = now
+        self._reused = lru_cache(256)(self._identity_token)
 
-    def token(self, kind: str, audience: str, caller: str = "") -> str:
-        """A token of `kind` OIDC (for one audience) or OAuth2 (for a scope), for the account of `caller`."""
+    def token(self, kind: str, audience: str, caller: str = "", email: str = "") -> str:
+        """A token of `kind` OIDC (for one audience) or OAuth2 (for a scope), for the account of `caller`.
+
+        `email` is the address of that account, which an identity token tells its receiver.
+        """
+        if kind == "OIDC":
+            return self._reused(audience, caller, email, int(self._now()) // REUSE_SECONDS)
         claims = base64.urlsafe_b64encode(json.dumps([kind, audience, caller]).encode()).decode()
         return f"{PREFIX}.{claims}.{self._sign(claims)}"
 
     def claims(self, headers: Mapping[str, str]) -> Claims | None:
-        """The content of the request's token; None without a token of this stack."""
+        """The content of the request's token; None without a token of this stack, or with an expired token."""
         header = headers.get("Authorization") or headers.get("authorization") or ""  # gRPC's names are in lower case
         scheme, _, token = header.partition(" ")
         parts = token.split(".")
-        if scheme.lower() != "bearer" or len(parts) != 3 or parts[0] != PREFIX:
+        if scheme.lower() != "bearer" or len(parts) != 3:
             return None
+        if parts[0] != PREFIX:
+            return self._claims_of_identity_token(token)
         if not hmac.compare_digest(parts[2], self._sign(parts[1])):
             return None
         return Claims(*json.loads(base64.urlsafe_b64decode(parts[1])))
@@ -53,5 +88,53 @@ class Identity:
         claims = self.claims(headers)
         return claims is not None and claims[:2] == ("OIDC", audience)
 
+    def certificates(self) -> dict[str, str]:
+        """The public key by its id, in PEM: the form of https://www.googleapis.com/oauth2/v1/certs."""
+        pem = self._public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        return {self._key_id: pem.decode()}
+
+    def key_set(self) -> dict[str, Any]:
+        """The public key as a JWK Set: the form of https://www.googleapis.com/oauth2/v3/certs."""
+        numbers = self._public.public_numbers()
+        key = {"kty": "RSA", "alg": "RS256", "use": "sig", "kid": self._key_id}
+        return {"keys": [{**key, "n": _unsigned(numbers.n), "e": _unsigned(numbers.e)}]}
+
     def _sign(self, claims: str) -> str:
         return hmac.new(self._secret, claims.encode(), hashlib.sha256).hexdigest()
+
+    def _identity_token(self, audience: str, caller: str, email: str, period: int) -> str:
+        issued = period * REUSE_SECONDS
+        subject = str(int.from_bytes(hashlib.sha256((email or caller).encode()).digest()) % 10**21)
+        claims = {"iss": ISSUER, "aud": audience, "sub": subject, "azp": subject, "iat": issued, _CALLER: caller}
+        if email:
+            claims |= {"email": email, "email_verified": True}
+        claims["exp"] = issued + LIFETIME_SECONDS
+        token: bytes = jwt.encode(self._signer, claims)
+        return token.decode()
+
+    def _claims_of_identity_token(self, token: str) -> Claims | None:
+        try:
+            claims = jwt.decode(token, certs=self.certificates())
+        except (GoogleAuthError, ValueError):
+            return None
+        return Claims("OIDC", claims["aud"], claims[_CALLER])
+
+    @cached_property
+    def _signer(self) -> Any:
+        return crypt.RSASigner.from_string(self._pem, self._key_id)
+
+    @cached_property
+    def _public(self) -> rsa.RSAPublicKey:
+        key = serialization.load_pem_private_key(self._pem.encode(), None)
+        assert isinstance(key, rsa.RSAPrivateKey)
+        return key.public_key()
+
+    @cached_property
+    def _key_id(self) -> str:
+        der = self._public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+        return hashlib.sha256(der).hexdigest()[:40]
+
+
+def _unsigned(number: int) -> str:
+    """A number as JWKs write it: base64url without padding."""
+    return base64.urlsafe_b64encode(number.to_bytes((number.bit_length() + 7) // 8)).decode().rstrip("=")

@@ -26,7 +26,7 @@ import psutil
 from dropforge_local.base import recording
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
-from dropforge_local.base.identity import CLOUD_PLATFORM, Identity
+from dropforge_local.base.identity import CLOUD_PLATFORM, Identity, new_identity
 from dropforge_local.base.ports import HOST
 from dropforge_local.base.recording import FILE, FUNCTIONS, Recorder
 from dropforge_local.base.server import Server
@@ -51,6 +51,7 @@ from dropforge_local.iam.terraform import read_configuration
 from workflows_engine import Engine
 
 from . import deployment
+from .certificates import Certificates
 from .config import (
     ALL,
     OFF,
@@ -128,12 +129,13 @@ class Stack:
         self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
-            self.kubernetes, self.gke, self.workflows, self.crash,
+            self.kubernetes, self.gke, self.workflows, self.crash, Certificates(self.identity),
         ]  # fmt: skip
 
     def _build_services(self) -> None:
-        token = partial(self.identity.token, "OIDC", caller=EVENTS)
-        self.pubsub = PubSubEmulator(self.db, self.clock, token=token)
+        self.pubsub = PubSubEmulator(
+            self.db, self.clock, token=lambda audience, email: self.identity.token("OIDC", audience, EVENTS, email)
+        )
         self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
         self.storage = StorageEmulator(
             self.db, self.state / "blobs", self.clock, on_change=self.eventarc.on_object_change, project=PROJECT
@@ -179,7 +181,7 @@ class Stack:
         self.engine = Engine(
             self.db,
             clock=self.clock,
-            token=partial(self.identity.token, caller=WORKFLOWS),
+            token=partial(self.identity.token, caller=WORKFLOWS, email=deployment.account_of(WORKFLOWS)),
             authorize=self.identity.is_known,
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
@@ -315,12 +317,13 @@ class Stack:
 
     async def _schedule_sweeps(self) -> None:
         """Call the sweep regularly, as Cloud Scheduler does."""
-        headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep', SCHEDULER)}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
+        url, email = self.functions_url + "sweep", deployment.account_of(SCHEDULER)
+        async with aiohttp.ClientSession() as session:
             while True:
                 await asyncio.sleep(self.config.sweep_seconds)
+                headers = {"Authorization": f"Bearer {self.identity.token('OIDC', url, SCHEDULER, email)}"}
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.post(self.functions_url + "sweep", json={}):
+                    async with session.post(url, json={}, headers=headers):
                         pass
 
 
@@ -350,6 +353,8 @@ def _port(address: str) -> int:
 
 def _secret(state: Path) -> str:
     path = state / "identity"
-    if not path.exists():
-        replace_file(path, secrets.token_hex(32))
-    return path.read_text()
+    text = path.read_text() if path.exists() else ""
+    if "\n" not in text:  # no identity, or one of an older stack, whose secret the containers' tokens need
+        text = new_identity(text)
+        replace_file(path, text)
+    return text

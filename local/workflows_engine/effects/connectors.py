@@ -85,12 +85,16 @@ class Connectors:
         """Do the phase of the call that the wait's detail records. Raises WorkflowError."""
         arguments = wait.detail["arguments"]
         params = _connector_params(wait.call, arguments.get("connector_params"))
+        remaining = _deadline(wait, params) - self._now()
+        if remaining <= 0:
+            raise system_error("TimeoutError", f"{wait.call}: the call took longer than {params['timeout']:g} s")
+        params["request_timeout"] = min(REQUEST_TIMEOUT, remaining)
         try:
             if (operation := wait.detail.get("operation")) is not None:
                 return await self._poll(wait, params, operation, effect_id)
             return await self._call(wait, params, effect_id)
         except WorkflowError as error:
-            if (later := self._retry(wait, error)) is not None:
+            if (later := self._retry(wait, params, error)) is not None:
                 return later
             raise
 
@@ -117,33 +121,34 @@ class Connectors:
             return _secret_text(wait.call, answer)
         if not method.is_long_running or params.get("skip_polling") is True or _is_done(wait.call, answer):
             return _operation_result(wait.call, answer) if method.is_long_running else answer
-        now = self._now()
         delay = params["polling"]["initial_delay"]
         detail = {
             **wait.detail,
             "operation": self._operation_url(method, arguments, answer),
             "delay": delay,
-            "deadline": now + params["timeout"],
             "polls": 0,
             "tries": 0,
         }
-        return Later(replace(wait, detail=detail, due=now + delay))
+        return self._later(wait, params, detail, delay)
 
     async def _poll(self, wait: Wait, params: Mapping[str, Value], operation: str, effect_id: str) -> Value | Later:
-        detail, now = wait.detail, self._now()
+        detail = wait.detail
         request = _stored_request("GET", operation, None, params)
         polls = detail["polls"] + 1
         answer = (await self._http.call(request, f"{effect_id}-{polls}"))["body"]
         if _is_done(wait.call, answer):
             return _operation_result(wait.call, answer)
-        if now >= detail["deadline"]:
-            raise system_error("TimeoutError", f"{wait.call}: the operation took longer than {params['timeout']:g} s")
         policy = params["polling"]
         delay = min(detail["delay"] * policy["multiplier"], policy["max_delay"])
         detail = {**detail, "delay": delay, "polls": polls, "tries": 0}
-        return Later(replace(wait, detail=detail, due=min(now + delay, detail["deadline"])))
+        return self._later(wait, params, detail, delay)
 
-    def _retry(self, wait: Wait, error: WorkflowError) -> Later | None:
+    def _later(self, wait: Wait, params: Mapping[str, Value], detail: dict[str, Value], delay: float) -> Later:
+        """The next phase after `delay` seconds, or the time-out if it comes before."""
+        due = min(self._now() + delay, _deadline(wait, params))
+        return Later(replace(wait, detail=detail, due=due))
+
+    def _retry(self, wait: Wait, params: Mapping[str, Value], error: WorkflowError) -> Later | None:
         """Connectors retry without a policy of the workflow: reads by the idempotent policy, writes by the other."""
         tries = wait.detail.get("tries", 0)
         try:
@@ -155,7 +160,7 @@ class Connectors:
             return None
         backoff = stdlib.DEFAULT_BACKOFF
         delay = min(backoff["initial_delay"] * backoff["multiplier"] ** tries, backoff["max_delay"])
-        return Later(replace(wait, detail={**wait.detail, "tries": tries + 1}, due=self._now() + delay))
+        return self._later(wait, params, {**wait.detail, "tries": tries + 1}, delay)
 
     def _root(self, method: Method, arguments: Mapping[str, Value]) -> str:
         if (override := self._endpoints.get(method.api)) is not None:
@@ -243,6 +248,12 @@ def _expand(method: Method, given: Mapping[str, Value]) -> str:
     return re.sub(r"\{(\+?)([A-Za-z_]+)\}", fill, method.path)
 
 
+def _deadline(wait: Wait, params: Mapping[str, Value]) -> float:
+    """When the call times out: `timeout` is the duration of the whole call, with its retries and its operation."""
+    began: float = wait.detail["began"]
+    return began + float(params["timeout"])
+
+
 def _connector_params(call: str, params: Value) -> dict[str, Value]:
     params = {} if params is None else params
     if type(params) is not dict:
@@ -268,7 +279,7 @@ def _stored_request(verb: str, url: str, body: Value, params: Mapping[str, Value
         "method": verb,
         "url": url,
         "headers": {"User-Agent": USER_AGENT},
-        "timeout": min(REQUEST_TIMEOUT, params["timeout"]),
+        "timeout": params["request_timeout"],
         "auth": ["OAuth2", params["scopes"]],
     }
     if body is not None:

@@ -1,13 +1,15 @@
 """A small HTTP/1.1 client for plain `http://`.
 
 The services of a local stack listen on loopback, where the HTTP client takes most of a step's time; aiohttp takes twice
-as long. This client does keep-alive, Content-Length and chunked bodies, redirects and time-outs. aiohttp does `https://`.
+as long. This client does keep-alive, Content-Length and chunked bodies, gzip, redirects and time-outs. aiohttp does
+`https://`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import urllib.parse
+import zlib
 from collections import deque
 from dataclasses import replace
 from functools import lru_cache
@@ -79,7 +81,14 @@ class PooledTransport:
             self._idle.setdefault((host, port), deque()).append(connection)
         else:
             connection.close()
-        return response
+        if not response.body or "Content-Encoding" not in response.headers:
+            return response
+        try:
+            return replace(response, body=_decoded(response, self._response_bytes))
+        except zlib.error as error:
+            raise connection_broke(
+                request, f"its body is not {response.headers['Content-Encoding']}: {error}"
+            ) from error
 
     async def _connect(
         self, request: HttpRequest, host: str, port: int, *, fresh: bool = False
@@ -248,6 +257,22 @@ def _dechunk(buffer: bytearray, at: int, limit: int) -> bytes | None:
         at += size + 2
         if len(body) > limit:
             return bytes(body)
+
+
+def _decoded(response: HttpResponse, limit: int) -> bytes:
+    """The body without gzip or deflate, which some servers use unasked; at most `limit` bytes and one more."""
+    encoding = response.headers["Content-Encoding"].strip().lower()
+    if encoding not in ("gzip", "x-gzip", "deflate") or len(response.body) > limit:
+        return response.body
+    rest, decoded = response.body, b""
+    while rest and len(decoded) <= limit:  # gzip may have several members
+        is_bare = encoding == "deflate" and rest[0] & 15 != 8  # without zlib's header
+        member = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
+        decoded += member.decompress(rest, limit + 1 - len(decoded))
+        if not member.eof and len(decoded) <= limit:
+            raise zlib.error("it is incomplete")
+        rest = member.unused_data
+    return decoded
 
 
 @lru_cache(1024)

@@ -49,6 +49,11 @@ def joined_result(wait: Wait, children: Sequence[ExecutionRecord]) -> tuple[Valu
     return (values if wait.call.endswith(".map") else values[0]), False
 
 
+def missing(wait: Wait) -> WorkflowError:
+    """The error of a call whose executions do not exist after a restart."""
+    return system_error("OperationError", f"{wait.call}: an execution was refused or deleted while the engine stopped")
+
+
 def refusal(error: EngineError) -> WorkflowError:
     """A refusal of the Executions API as the HttpError that the workflow sees."""
     code = {"NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429}.get(error.status, 400)

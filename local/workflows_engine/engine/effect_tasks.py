@@ -107,7 +107,8 @@ class EffectTasks:
         id_, thread, seq = key
         try:
             await self._secure(id_, wait)
-            value = await self.performer.perform(wait, f"{id_}-{thread}-{seq}")
+            execution = self._core.store.execution_name(id_).rsplit("/", 1)[-1]  # row ids repeat in another database
+            value = await self.performer.perform(wait, f"{execution}-{thread}-{seq}")
         except WorkflowError as error:
             self._log_call(id_, wait, error)
             return Answer(id_, thread, seq, error_value(error), True)

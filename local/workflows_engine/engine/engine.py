@@ -96,6 +96,8 @@ class Engine:
         for id_ in self._core.store.runnable():
             self._core.inbox.make_runnable(id_)
         self._effects.recover()
+        if self._performer.mocks is None:
+            self._executions.children.recover()
         self._timer.reschedule()
         self._core.inbox.wake()
 
@@ -151,12 +153,13 @@ class Engine:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
+        service_account: str = "",
     ) -> Revision:
-        """Make `source` the workflow's current revision; the same source and env change nothing.
+        """Make `source` the workflow's current revision; with the same source, env and service account it stays.
 
         Raises DeployError with every problem in the source, InvalidArgument for a bad name, env or label.
         """
-        return self._workflows.deploy(name, source, dict(env or {}), labels, settings)
+        return self._workflows.deploy(name, source, dict(env or {}), labels, settings, service_account)
 
     def get_workflow(self, name: str) -> WorkflowRecord:
         """Raises NotFound."""
@@ -171,12 +174,12 @@ class Engine:
         return self._workflows.revisions(name)
 
     def delete_workflow(self, name: str) -> None:
-        """Remove a workflow and cancel its running executions; their records stay. Raises NotFound."""
+        """Cancel a workflow's running executions; then delete the workflow with all its executions. Raises NotFound."""
         self._workflows.get(name)
+        for record in self._executions.list(name):
+            if not record.is_finished:
+                self._executions.cancel(record.name)  # which tells a parent that waits for the execution
         with self._core.db.transaction():
-            for record in self._executions.list(name):
-                if not record.is_finished:
-                    self._executions.cancel(record.name)
             self._core.store.delete_workflow(name)
 
     # Executions
@@ -211,9 +214,9 @@ class Engine:
         """An execution, with its current step while it runs. Raises NotFound."""
         return self._executions.get(name)
 
-    def list(self, workflow: str) -> Iterator[ExecutionRecord]:
-        """A workflow's executions, the newest first."""
-        return self._executions.list(workflow)
+    def list(self, workflow: str, *, current: bool = False) -> Iterator[ExecutionRecord]:
+        """A workflow's executions, the newest first; with `current`, active executions with their current steps."""
+        return self._executions.list(workflow, current=current)
 
     def cancel(self, name: str) -> ExecutionRecord:
         """End an execution now. Raises NotFound, and FailedPrecondition if it has ended."""

@@ -66,6 +66,7 @@ class Executions:
             settings={
                 "call_log_level": call_log_level or workflow.settings.get("call_log_level", ""),
                 "history_level": history_level or workflow.settings.get("history_level", ""),
+                "disable_overflow_buffering": disable_overflow_buffering,
             },
         )
         with self._core.db.transaction():
@@ -97,7 +98,9 @@ class Executions:
 
     def get(self, name: str) -> ExecutionRecord:
         """The record; of an active execution with its current step and its steps so far."""
-        id_, record = self.find(name)
+        return self._with_current_steps(*self.find(name))
+
+    def _with_current_steps(self, id_: int, record: ExecutionRecord) -> ExecutionRecord:
         active = self._machines.get(id_) if record.state == "ACTIVE" else None
         if active is None:
             return record
@@ -109,8 +112,10 @@ class Executions:
             external_steps=machine.external_steps,
         )
 
-    def list(self, workflow: str) -> Iterator[ExecutionRecord]:
-        return self._core.store.executions(workflow)
+    def list(self, workflow: str, *, current: bool = False) -> Iterator[ExecutionRecord]:
+        for id_, record in self._core.store.executions(workflow):
+            yield self._with_current_steps(id_, record) if current else record
+            self._machines.trim()
 
     def history(self, name: str) -> tuple[ExecutionRecord, Sequence[Any], Program]:
         record = self.get(name)

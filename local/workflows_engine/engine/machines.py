@@ -89,6 +89,7 @@ class Machines:
 
     def _environment(self, record: ExecutionRecord, revision: Revision) -> dict[str, str]:
         _, project, _, location, _, workflow, _, execution = record.name.split("/")
+        account = revision.service_account.rsplit("/", 1)[-1]  # of projects/P/serviceAccounts/EMAIL, or the e-mail
         return {
             **revision.environment,
             "GOOGLE_CLOUD_PROJECT_ID": project,
@@ -97,5 +98,6 @@ class Machines:
             "GOOGLE_CLOUD_WORKFLOW_ID": workflow,
             "GOOGLE_CLOUD_WORKFLOW_REVISION_ID": revision.revision_id,
             "GOOGLE_CLOUD_WORKFLOW_EXECUTION_ID": execution,
-            "GOOGLE_CLOUD_SERVICE_ACCOUNT_NAME": f"{self._project_number}-compute@developer.gserviceaccount.com",
+            "GOOGLE_CLOUD_SERVICE_ACCOUNT_NAME": account
+            or f"{self._project_number}-compute@developer.gserviceaccount.com",
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..effects.subexecutions import joined_result, refusal, requested_executions
+from ..effects.subexecutions import joined_result, missing, refusal, requested_executions
 from ..errors import InvalidArgument, NotFound, ResourceExhausted, WorkflowError
 from ..interpreter.answers import error_value
 from ..interpreter.waits import Wait
@@ -33,6 +33,23 @@ class SubExecutions:
         except (NotFound, InvalidArgument, ResourceExhausted, WorkflowError) as error:
             failure = error if isinstance(error, WorkflowError) else refusal(error)
             self._put_after_commit(Answer(*key, error_value(failure), True))
+
+    def recover(self) -> None:
+        """Answer the parents whose children ended, or were refused, just before the engine did."""
+        for id_, wait in self._core.store.waits_for_executions():
+            parent = self._core.store.execution_by_id(id_)
+            assert parent is not None
+            key = (id_, wait.thread, wait.seq)
+            children = self._core.store.children(*key)
+            try:
+                wanted = len(requested_executions(wait, parent.name))
+            except WorkflowError as error:
+                self._core.inbox.put(Answer(*key, error_value(error), True))
+                continue
+            if len(children) < wanted:
+                self._core.inbox.put(Answer(*key, error_value(missing(wait)), True))
+            elif all(child.is_finished for child in children):
+                self._core.inbox.put(Answer(*key, *joined_result(wait, children)))
 
     def report_end(self, id_: int) -> None:
         """If the execution was the last child that its parent waits for, answer the parent."""

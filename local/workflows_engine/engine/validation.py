@@ -8,7 +8,7 @@ from typing import Final
 
 from ..errors import InvalidArgument
 from ..limits import Limits
-from ..values import from_json
+from ..values import from_json, utf8
 
 WORKFLOW_NAME: Final = re.compile(r"projects/([^/]+)/locations/([^/]+)/workflows/([A-Za-z][A-Za-z0-9_-]{0,63})\Z")
 CALL_LOG_LEVELS: Final = ("", "CALL_LOG_LEVEL_UNSPECIFIED", "LOG_ALL_CALLS", "LOG_ERRORS_ONLY", "LOG_NONE")
@@ -26,7 +26,10 @@ def check_name(name: str) -> None:
 
 
 def check_argument(argument: str, limits: Limits) -> None:
-    size = len(argument.encode("utf-8", "replace"))
+    try:
+        size = len(utf8(argument))
+    except UnicodeError as error:
+        raise InvalidArgument(f"argument: {error}") from error
     if size > limits.argument_bytes:
         raise InvalidArgument(f"argument is {size} bytes; the limit is {limits.argument_bytes}")
     try:

@@ -54,15 +54,16 @@ class Workflows:
         env: Mapping[str, str],
         labels: Mapping[str, str] | None,
         settings: Mapping[str, Any] | None,
+        service_account: str,
     ) -> Revision:
-        """Make `source` the current revision; keep the revision if source and environment are the same."""
+        """Make `source` the current revision; keep the revision if everything that belongs to it is the same."""
         check_name(name)
         check_environment(env, self._core.limits)
         check_labels(labels or {}, self._core.limits)
         old = self._core.store.workflow(name)
         now = self._core.now()
-        is_same = old is not None and old.revision.source == source and old.revision.environment == env
-        revision = old.revision if old is not None and is_same else self._compile(name, source, env, now)
+        is_same = old is not None and _parts(old.revision) == (source, env, service_account)
+        revision = old.revision if old is not None and is_same else self._compile(name, source, env, service_account)
         record = WorkflowRecord(
             name,
             revision,
@@ -77,11 +78,12 @@ class Workflows:
             self._core.store.put_workflow(record)
         return revision
 
-    def _compile(self, name: str, source: str, env: Mapping[str, str], now: float) -> Revision:
+    def _compile(self, name: str, source: str, env: Mapping[str, str], service_account: str) -> Revision:
         program, _ = compile_source(source, self._core.limits)
-        digest = hashlib.sha256(json.dumps([source, env], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([source, env, service_account], sort_keys=True).encode()).hexdigest()
         number = self._core.store.count_revisions(name) + 1
-        revision = Revision(name, f"{number:06d}-{digest[:3]}", source, env, now)
+        id_ = f"{number:06d}-{digest[:3]}"
+        revision = Revision(name, id_, source, env, self._core.now(), service_account)
         self._programs.put(revision, program)
         return revision
 
@@ -97,3 +99,8 @@ class Workflows:
     def revisions(self, name: str) -> Sequence[Revision]:
         self.get(name)
         return self._core.store.revisions(name)
+
+
+def _parts(revision: Revision) -> tuple[str, Mapping[str, str], str]:
+    """What a revision consists of: the service makes a new one when the source or the service account changes."""
+    return revision.source, revision.environment, revision.service_account

@@ -16,14 +16,14 @@ from .. import decisions
 from ..errors import WorkflowError, limit_error, system_error
 from ..language.program import CallSignal, Code, ForkSignal, Program, ReturnSignal, Slots, WaitSignal
 from ..limits import Limits
-from ..values import UNSET, NotJson, Sizer, Value, kind, memory_error, to_json
+from ..values import UNSET, NotJson, Sizer, Value, kind, memory_error, to_json, utf8
 from .answers import error_of
 from .http_requests import is_external
 from .snapshots import Snapshots
 from .threads import Frame, Join, Thread
 from .waits import Wait, WaitFactory
 
-SLICE_STEPS: Final = 2000  # steps before the machine checks its total memory, and other executions may run
+SLICE_STEPS: Final = 2000  # steps before other executions may run
 CALLBACK_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 SEVERITIES: Final = ("DEFAULT", "DEBUG", "INFO", "NOTICE", "WARNING", "ERROR", "CRITICAL", "ALERT", "EMERGENCY")
 
@@ -69,6 +69,7 @@ class Machine:
         self._threads: dict[int, Thread] = {}
         self._ready: deque[int] = deque()
         self._next_thread = 0
+        self._room = 0  # bytes that assignments may add before the variables are counted again
         self._last_steps: list[dict[str, str]] = []
         self._current_events: list[Any] = []
 
@@ -104,9 +105,9 @@ class Machine:
                 self._ready.remove(thread.id)
         if self.outcome is None:
             try:
-                self._check_total()
-            except RecursionError:
-                self.fail(limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}"))
+                self._count_variables()
+            except WorkflowError as error:
+                self.fail(error)
 
     def complete(self, thread_id: int, seq: int, value: Value, is_error: bool = False) -> bool:
         """Answer a wait. False if the thread no longer waits for this answer."""
@@ -201,6 +202,8 @@ class Machine:
                 raise system_error("RecursionError", f"call stack depth limit exceeded: {self.limits.call_depth}")
             thread.frames.append(Frame(signal.code, signal.slots))
             events += (PUSH, self.now())
+            for _, slot, _ in signal.code.parameters:
+                self.hold(signal.slots[slot])
             return True
         if type(signal) is ReturnSignal:
             return self._return(thread, signal.value, events)
@@ -212,6 +215,7 @@ class Machine:
 
     def _return(self, thread: Thread, value: Value, events: list[Any]) -> bool:
         if len(thread.frames) == 1:
+            self._count_variables()
             events += (ENDED, self.now())
             self._end_thread(thread, value)
             return False
@@ -272,12 +276,12 @@ class Machine:
         """End with the value of `main`; `last` is the mark of the step that returned it."""
         try:
             text = to_json(value)
-            if len(text.encode("utf-8", "replace")) > self.limits.result_bytes:
+            if len(utf8(text)) > self.limits.result_bytes:
                 raise limit_error(
                     f"the result is over {self.limits.result_bytes} bytes", "ResultSizeLimitExceededError"
                 )
             self.outcome = ("SUCCEEDED", text)
-        except NotJson as error:
+        except (NotJson, UnicodeError) as error:
             self._refuse_result(system_error("ValueError", f"the workflow's result: {error}"), last)
         except WorkflowError as error:
             self._refuse_result(error, last)
@@ -443,16 +447,29 @@ class Machine:
 
     # Memory
 
-    def _check_total(self) -> None:
+    def hold(self, value: Value) -> None:
+        """Count a value that a variable has now. Raises ResourceLimitError if all variables are over the limit.
+
+        The value adds its own size at most, so the variables are counted only when such sums use the room up.
+        """
+        self._room -= self.sizer.size(value)
+        if self._room < 0:
+            self._count_variables()
+
+    def _count_variables(self) -> None:
         total = 0
         size = self.sizer.size
-        for thread in self._threads.values():
-            for frame in thread.frames:
-                for value in frame.slots[1:]:
-                    if value is not UNSET:
-                        total += size(value)
+        try:
+            for thread in self._threads.values():
+                for frame in thread.frames:
+                    for value in frame.slots[1:]:
+                        if value is not UNSET:
+                            total += size(value)
+        except RecursionError as error:
+            raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}") from error
         if total > self.limits.variables_bytes:
-            self.fail(memory_error(total, self.limits.variables_bytes))
+            raise memory_error(total, self.limits.variables_bytes)
+        self._room = self.limits.variables_bytes - total
 
     # Snapshots
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Final
 
+from ..clock import parse_timestamp
 from ..errors import system_error
 from ..limits import Limits
 from ..values import Value, kind
@@ -51,7 +51,7 @@ class WaitFactory:
             return Wait(thread, seq, "callback", call, {}, now + timeout, ref)
         if call.startswith("experimental.executions.") or call == RUN_EXECUTION:
             return Wait(thread, seq, "execution", call, arguments)
-        return Wait(thread, seq, "connector", call, {"arguments": arguments})
+        return Wait(thread, seq, "connector", call, {"arguments": arguments, "began": now})
 
     def _sleep_seconds(self, seconds: Value) -> float:
         if type(seconds) is not int and type(seconds) is not float:
@@ -84,11 +84,7 @@ def _timestamp(value: Value) -> float:
     if type(value) is not str:
         raise system_error("TypeError", f"sys.sleep_until: argument 'time' must be a string; got: {kind(value)}")
     try:
-        moment = datetime.fromisoformat(value)
-        if moment.tzinfo is None:
-            raise ValueError("no time zone")
-        return moment.timestamp()
-    except (ValueError, OverflowError) as error:
-        raise system_error(
-            "ValueError", f"sys.sleep_until: {value[:60]!r} is not a timestamp with a time zone"
-        ) from error
+        return parse_timestamp(value)
+    except ValueError as error:
+        message = f"sys.sleep_until: {value[:60]!r} is not a timestamp such as 2024-07-12T14:50:33Z"
+        raise system_error("ValueError", message) from error

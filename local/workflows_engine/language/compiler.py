@@ -174,13 +174,13 @@ class _StepCompiler:
                 if self._expressions.calls_subworkflow(value) or any(map(self._expressions.has_call, target.path)):
                     setters = self._flush(place, setters)
                 setters.append(self._expressions.setter(target, key, self._expressions.evaluate(value, place), place))
-        check = self._expressions.check()
-        self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(setters, check, after.pc))
+        memory = self._expressions.memory()
+        self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(setters, memory, after.pc))
 
     def _flush(self, place: Place, setters: list[ops.Setter]) -> list[ops.Setter]:
         if setters:
-            here, check, done = Label(), self._expressions.check(), list(setters)
-            self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(done, check, here.pc))
+            here, memory, done = Label(), self._expressions.memory(), list(setters)
+            self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(done, memory, here.pc))
             self._emitter.place(here)
         return []
 
@@ -226,7 +226,7 @@ class _StepCompiler:
         self._match_arguments(action, {name: default for name, _, default in callee.parameters})
         result = self._store_result(action, place, after)
         self._emitter.emit(
-            f"{place.path}#call", lambda: ops.call_op(callee, given, self._expressions.check()), lambda: result()
+            f"{place.path}#call", lambda: ops.call_op(callee, given, self._expressions.memory()), lambda: result()
         )
 
     def _match_arguments(self, action: syntax.Call, parameters: Mapping[str, Any]) -> None:
@@ -273,11 +273,11 @@ class _StepCompiler:
         )
 
     def _store_result(self, action: syntax.Call, place: Place, after: Label) -> Callable[[], Resume]:
-        check = self._expressions.check()
+        memory = self._expressions.memory()
         if action.result is None:
             return lambda: partial(ops.ignore_result, after.pc)
         setter = self._expressions.setter(action.result, action.node, constant(None), place)
-        return lambda: ops.result_setter(setter, check, after.pc)
+        return lambda: ops.result_setter(setter, memory, after.pc)
 
     def _switch(self, step: syntax.Step, action: syntax.Switch, place: Place, after: Label) -> None:
         inside = self._begin(place, step, "SWITCH")

@@ -61,15 +61,19 @@ class ExpressionCompiler:
         depth, slot = place.scope.find(target.name) or (0, 0)
         return ops.Setter(depth, slot, target.name, path, value)
 
-    def check(self) -> Callable[[Value], None]:
-        """A function that raises ResourceLimitError for a value that is too large."""
+    def memory(self) -> ops.Memory:
+        """The limits of memory of the running execution."""
         program = self._program
 
         def check(value: Value) -> None:
             assert program.runtime is not None
             program.runtime.sizer.check(value)
 
-        return check
+        def hold(value: Value) -> None:
+            assert program.runtime is not None
+            program.runtime.hold(value)
+
+        return ops.Memory(check, hold)
 
     def evaluate(self, node: Node, place: Place) -> Evaluate:
         """A function from the frame's slots to the value of a node. Emits the calls that it hoists."""
@@ -254,7 +258,7 @@ class ExpressionCompiler:
         here = Label()
         self.emitter.emit(
             f"{place.path}#call-{name}",
-            lambda: ops.call_op(callee, given, self.check()),
+            lambda: ops.call_op(callee, given, self.memory()),
             lambda: partial(ops.answer, slot, here.pc),
         )
         self.emitter.place(here)

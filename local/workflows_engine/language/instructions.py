@@ -63,41 +63,58 @@ def with_change(owner: Value, path: list[Value], at: int, value: Value) -> Value
     return changed
 
 
-def assign_op(setters: list[Setter], check: Callable[[Value], None], to: int) -> Op:
+@dataclass(frozen=True)
+class Memory:
+    """The limits of memory: `check` refuses a value by itself, `hold` the sum of all variables.
+
+    `hold` is called after the assignment, because the variable's old value counts no longer.
+    """
+
+    check: Callable[[Value], None]
+    hold: Callable[[Value], None]
+
+
+def assign_op(setters: list[Setter], memory: Memory, to: int) -> Op:
     if len(setters) == 1 and setters[0].depth == 0 and not setters[0].path:
-        slot, evaluate = setters[0].slot, setters[0].value
+        slot, evaluate, check, hold = setters[0].slot, setters[0].value, memory.check, memory.hold
 
         def assign_local(slots: Slots) -> int:
             value = evaluate(slots)
             if needs_check(value):
                 check(value)
-            slots[slot] = value
+                slots[slot] = value
+                hold(value)
+            else:
+                slots[slot] = value
             return to
 
         return assign_local
 
     def assign(slots: Slots) -> int:
         for setter in setters:
-            put_checked(setter, slots, setter.value(slots), check)
+            put_checked(setter, slots, setter.value(slots), memory)
         return to
 
     return assign
 
 
-def put_checked(setter: Setter, slots: Slots, value: Value, check: Callable[[Value], None]) -> None:
+def put_checked(setter: Setter, slots: Slots, value: Value, memory: Memory) -> None:
     if needs_check(value):
-        check(value)
+        memory.check(value)
     setter.put(slots, value)
     if setter.path:
         home = slots
         for _ in range(setter.depth):
             home = home[0]
-        check(home[setter.slot])
+        value = home[setter.slot]
+        memory.check(value)
+    if needs_check(value):
+        memory.hold(value)
 
 
-def result_setter(setter: Setter, check: Callable[[Value], None], to: int) -> Resume:
+def result_setter(setter: Setter, memory: Memory, to: int) -> Resume:
     def store(slots: Slots, value: Value) -> int:
-        put_checked(setter, slots, value, check)
+        put_checked(setter, slots, value, memory)
         return to
 
     return store
@@ -111,7 +128,7 @@ def store_op(run: Evaluate, store: Resume) -> Op:
     return lambda slots: store(slots, run(slots))
 
 
-def call_op(callee: Code, given: Mapping[str, Evaluate], check: Callable[[Value], None]) -> Op:
+def call_op(callee: Code, given: Mapping[str, Evaluate], memory: Memory) -> Op:
     bound = [(slot, given[name]) for name, slot, _ in callee.parameters if name in given]
     defaults = [(slot, default) for name, slot, default in callee.parameters if name not in given]
 
@@ -120,7 +137,7 @@ def call_op(callee: Code, given: Mapping[str, Evaluate], check: Callable[[Value]
         for slot, evaluate in bound:
             value = evaluate(slots)
             if needs_check(value):
-                check(value)
+                memory.check(value)
             inner[slot] = value
         for slot, default in defaults:
             inner[slot] = default(inner)

@@ -22,6 +22,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import re2
 
+from ..clock import parse_timestamp
 from ..errors import WorkflowError, limit_error, system_error
 from ..values import INT_MAX, INT_MIN, Function, NotJson, Value, double_text, from_json, integer, kind, to_json
 from .operators import text_of
@@ -412,11 +413,8 @@ def time_format(seconds: Value, timezone: Value = None) -> Value:
 def time_parse(value: Value) -> Value:
     text = _string("time.parse", "value", value)
     try:
-        moment = datetime.fromisoformat(text)
-        if moment.tzinfo is None or "T" not in text.upper():
-            raise ValueError("no time or no time zone")
-        return moment.timestamp()
-    except (ValueError, OverflowError) as error:
+        return parse_timestamp(text)
+    except ValueError as error:
         raise value_error("time.parse", f"{text[:60]!r} is not a timestamp such as 2024-07-12T14:50:33Z") from error
 
 

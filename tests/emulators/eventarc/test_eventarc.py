@@ -74,7 +74,7 @@ class Stack:
 
     def _build(self) -> list[Any]:
         self.db = Database(self.path)
-        self.pubsub = PubSubEmulator(self.db, SystemClock(), lambda audience: f"token-for-{audience}")
+        self.pubsub = PubSubEmulator(self.db, SystemClock(), lambda audience, email: f"token-for-{audience}")
         self.eventarc = EventarcRouter(self.pubsub, "test-project", "us-central1", minimum_backoff_seconds=0.2)
         return [self.pubsub, self.eventarc]
 

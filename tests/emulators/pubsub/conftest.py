@@ -123,7 +123,7 @@ def serve(clock: SystemClock | VirtualClock, path: Path) -> Iterator[PubSub]:
     built: list[PubSubEmulator] = []
 
     def build() -> list[PubSubEmulator]:
-        built.append(PubSubEmulator(Database(path), clock, lambda audience: f"token-for-{audience}"))
+        built.append(PubSubEmulator(Database(path), clock, lambda audience, email: f"token-of-{email}-for-{audience}"))
         return built
 
     background = BackgroundServer(build)

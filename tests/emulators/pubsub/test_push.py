@@ -28,7 +28,7 @@ def test_wrapped_body_and_oidc_token(pubsub: PubSub, endpoint: Endpoint) -> None
     assert message["messageId"] == message["message_id"] == sent
     assert message["publishTime"] == message["publish_time"]
     assert request.headers["content-type"] == "application/json"
-    assert request.headers["authorization"] == "Bearer token-for-me"
+    assert request.headers["authorization"] == "Bearer token-of-a@b.c-for-me"
 
 
 def test_token_is_optional_and_its_audience_is_the_endpoint_by_default(pubsub: PubSub, endpoint: Endpoint) -> None:
@@ -39,7 +39,7 @@ def test_token_is_optional_and_its_audience_is_the_endpoint_by_default(pubsub: P
     pubsub.publish(topic, b"x")
     eventually(lambda: len(endpoint.requests) == 2)
     tokens = {request.headers.get("authorization") for request in endpoint.requests}
-    assert tokens == {None, f"Bearer token-for-{endpoint.url}"}
+    assert tokens == {None, f"Bearer token-of-a@b.c-for-{endpoint.url}"}
 
 
 def test_unwrapped_message_becomes_body_and_headers(pubsub: PubSub, endpoint: Endpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,47 @@ def test_list_filters_orders_and_pages(served: Any, executions: executions_v1.Ex
     assert next(iter(full)).result == "4"
 
 
+def test_lists_show_the_step_at_which_an_execution_is(served: Any, executions: executions_v1.ExecutionsClient) -> None:
+    source = f"main: {{steps: [{{one: {{call: inner}}}}]}}\ninner:\n  steps:\n{textwrap.indent(SLEEPER, '    ')}"
+    workflow = served.deploy("sleeper", source)
+    name = executions.create_execution(parent=workflow, retry=None).name
+
+    def listed(text: str, view: str = "BASIC") -> list[executions_v1.Execution]:
+        request = {"parent": workflow, "filter": text, "view": view}
+        return list(executions.list_executions(request=request, retry=None))
+
+    assert [execution.name for execution in until(lambda: listed('stepName="nap" AND state="ACTIVE"'))] == [name]
+    assert listed('stepName="done"') == []
+    (full,) = listed("", "FULL")
+    assert [(step.routine, step.step) for step in full.status.current_steps] == [("inner", "nap")]
+    (basic,) = listed("")
+    assert not basic.status.current_steps
+
+
+def test_a_page_has_100_executions_in_view_full_and_1000_in_view_basic(served: Any) -> None:
+    workflow = served.deploy("echo", ECHO)
+    for _ in range(102):
+        served.call(lambda: served.engine.create_execution(workflow))
+
+    def page(**query: Any) -> tuple[int, bool]:
+        answer = requests.get(f"{served.url}/v1/{workflow}/executions", params=query, timeout=60).json()
+        return len(answer["executions"]), "nextPageToken" in answer
+
+    assert page() == page(view="FULL") == page(view="FULL", pageSize=102) == (100, True)
+    assert page(pageSize=101) == (101, True)
+    assert page(pageSize=5000) == (102, False)
+
+
+def test_an_execution_says_whether_it_may_wait_for_a_place(served: Any) -> None:
+    url = f"{served.url}/v1/{served.deploy('echo', ECHO)}/executions"
+    name = "disableConcurrencyQuotaOverflowBuffering"
+    created = requests.post(url, json={name: True}, timeout=60).json()
+    assert created[name] is True
+    assert name not in requests.post(url, json={}, timeout=60).json()
+    listed = requests.get(url, params={"filter": f"{name}=true"}, timeout=60).json()["executions"]
+    assert [execution["name"] for execution in listed] == [created["name"]]
+
+
 def test_workflows_are_deployed_updated_and_deleted(
     served: Any, workflows: workflows_v1.WorkflowsClient, executions: executions_v1.ExecutionsClient
 ) -> None:
@@ -157,9 +199,36 @@ def test_workflows_are_deployed_updated_and_deleted(
         json.loads(finished(executions, executions.create_execution(parent=made.name, retry=None).name).result)
         == "search"
     )
+    execution = next(iter(executions.list_executions(parent=made.name, retry=None)))
     workflows.delete_workflow(name=made.name, retry=None).result()
     with pytest.raises(gexc.NotFound):
         workflows.get_workflow(name=made.name, retry=None)
+    with pytest.raises(gexc.NotFound):
+        executions.get_execution(name=execution.name, retry=None)
+    again = {"parent": PARENT, "workflow": workflow, "workflow_id": "made"}
+    assert workflows.create_workflow(request=again, retry=None).result().revision_id.startswith("000001-")
+    assert list(executions.list_executions(parent=made.name, retry=None)) == []
+
+
+def test_a_service_account_belongs_to_a_revision(
+    workflows: workflows_v1.WorkflowsClient, executions: executions_v1.ExecutionsClient
+) -> None:
+    source = "- who: {return: '${sys.get_env(\"GOOGLE_CLOUD_SERVICE_ACCOUNT_NAME\")}'}\n"
+    request = {"parent": PARENT, "workflow": {"source_contents": source}, "workflow_id": "who"}
+    made = workflows.create_workflow(request=request, retry=None).result()
+    email = "runner@test-project.iam.gserviceaccount.com"
+    update = {
+        "workflow": {"name": made.name, "service_account": f"projects/test-project/serviceAccounts/{email}"},
+        "update_mask": {"paths": ["service_account"]},
+    }
+    changed = workflows.update_workflow(request=update, retry=None).result()
+    assert changed.revision_id.startswith("000002-")
+    assert workflows.update_workflow(request=update, retry=None).result().revision_id == changed.revision_id
+    old = workflows.get_workflow(request={"name": made.name, "revision_id": made.revision_id}, retry=None)
+    assert (old.service_account, changed.service_account) == ("", update["workflow"]["service_account"])  # type: ignore[index]
+    assert (
+        json.loads(finished(executions, executions.create_execution(parent=made.name, retry=None).name).result) == email
+    )
 
 
 def test_the_refusal_of_a_source_has_the_services_words(workflows: workflows_v1.WorkflowsClient) -> None:
@@ -245,6 +314,15 @@ inner:
     assert entries[1]["navigationInfo"] == {"parent": "1", "children": ["3"], "next": "5"}
     assert kinds[-1] == ("keep", "STEP_ASSIGN", "STATE_SUCCEEDED")
     assert requests.get(f"{url}/2", timeout=60).json() == entries[1]
+
+    def listed(**query: str) -> list[str]:
+        shown = requests.get(url, params=query, timeout=60).json()["stepEntries"]
+        return [entry["entryId"] for entry in shown]
+
+    assert listed(filter='state="FAILED" AND stepType=RAISE') == [raised["entryId"]]
+    assert listed(filter="parent=1 AND stepType=FOR_ITERATION", orderBy="entryId desc") == ["5", "2"]
+    assert requests.get(url, params={"filter": "colour=red"}, timeout=60).status_code == 400
+    assert requests.get(url, params={"orderBy": "colour"}, timeout=60).status_code == 400
 
 
 def test_callbacks_are_listed(served: Any) -> None:

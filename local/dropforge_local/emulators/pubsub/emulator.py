@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from ..kit.emulator import RpcEmulator
 from .backlog import Backlog, Content
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
-from .push import Pusher
+from .push import Pusher, Token
 from .resources import Resources, Subscription, SubscriptionConfig, Topic
 from .rules import check_messages, check_topic
 from .service import MUTABLE_SUBSCRIPTION_FIELDS, PubSubService, services
@@ -26,9 +26,9 @@ from .wakes import Wakes, supervise, wait
 
 
 class PubSubEmulator(RpcEmulator):
-    """google.pubsub.v1 over gRPC and REST. `token(audience)` returns the OIDC token for a push with `oidc_token`."""
+    """google.pubsub.v1 over gRPC and REST. `token(audience, e-mail)` returns the token of a push with `oidc_token`."""
 
-    def __init__(self, db: Database, clock: Clock, token: Callable[[str], str] | None = None) -> None:
+    def __init__(self, db: Database, clock: Clock, token: Token | None = None) -> None:
         self.db = db
         self.clock = clock
         self._resources = Resources(db)

@@ -22,6 +22,8 @@ from .wakes import Wakes, supervise, wait
 
 log = logging.getLogger(__name__)
 
+Token = Callable[[str, str], str]  # an identity token for an audience, of the account with an e-mail
+
 MAX_IN_FLIGHT = 32
 ACKNOWLEDGING = frozenset((102, 200, 201, 202, 204))
 # A lease ends this long after the request's timeout, so that the two do not race.
@@ -34,9 +36,7 @@ MESSAGE_PUBLISHED = "google.cloud.pubsub.topic.v1.messagePublished"
 class Pusher:
     """Delivers every push subscription's messages by HTTP POST."""
 
-    def __init__(
-        self, backlog: Backlog, resources: Resources, wakes: Wakes, clock: Clock, token: Callable[[str], str] | None
-    ) -> None:
+    def __init__(self, backlog: Backlog, resources: Resources, wakes: Wakes, clock: Clock, token: Token | None) -> None:
         self.backlog = backlog
         self.resources = resources
         self.wakes = wakes
@@ -140,8 +140,9 @@ class Pusher:
             headers, body = _unwrapped(subscription, delivery)
         else:
             headers, body = {"content-type": "application/json"}, _wrapped(subscription, delivery)
-        if push.oidc_token.service_account_email and self.token is not None:
-            headers["authorization"] = f"Bearer {self.token(push.oidc_token.audience or push.push_endpoint)}"
+        account = push.oidc_token.service_account_email
+        if account and self.token is not None:
+            headers["authorization"] = f"Bearer {self.token(push.oidc_token.audience or push.push_endpoint, account)}"
         return headers, body
 
 

@@ -21,10 +21,9 @@ from ..kit.times import timestamp
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
 Operation = operations_pb2.Operation
-OPERATION_PREFIX = "operation-workflows-"
 KEPT_OPERATIONS = 1000
 PAGING = Paging(default=500, largest=1000)
-SETTINGS = ("description", "service_account", "crypto_key_name", "call_log_level", "execution_history_level")
+SETTINGS = ("description", "crypto_key_name", "call_log_level", "execution_history_level")
 ENUMS: dict[str, Any] = {
     "call_log_level": api.Workflow.CallLogLevel,
     "execution_history_level": api.ExecutionHistoryLevel,
@@ -67,8 +66,8 @@ class Workflows:
         self._operations: dict[str, Message] = {}
 
     def routes(self) -> list[Route]:
-        """The operations that gcloud reads after a deployment."""
-        return [Route("GET", f"/v1/{{name=projects/*/locations/*/operations/{OPERATION_PREFIX}*}}", self.get_operation)]
+        """The operations that gcloud reads after a deployment. GKE's have the same path, and names `operation-*`."""
+        return [Route("GET", "/v1/{name=projects/*/locations/*/operations/*}", self.get_operation)]
 
     def list_workflows(self, request: Message) -> Message:
         records = self._engine.list_workflows(request.parent)
@@ -133,13 +132,14 @@ class Workflows:
                 env=dict(workflow.user_env_vars),
                 labels=dict(workflow.labels),
                 settings=settings,
+                service_account=workflow.service_account,
             )
         )
         return self._operation(verb, name, _workflow(self._engine.get_workflow(name)))
 
     def _operation(self, verb: str, target: str, response: Message) -> Message:
         location = target.split("/workflows/")[0]
-        operation = Operation(name=f"{location}/operations/{OPERATION_PREFIX}{uuid.uuid4()}", done=True)
+        operation = Operation(name=f"{location}/operations/workflows-{uuid.uuid4()}", done=True)
         now = timestamp(self._engine.now())
         metadata = api.OperationMetadata.pb()(create_time=now, end_time=now, target=target, verb=verb, api_version="v1")
         operation.metadata.Pack(metadata)
@@ -163,6 +163,7 @@ def _workflow(record: WorkflowRecord, revision: Revision | None = None) -> Messa
         revision_create_time=timestamp(revision.created),
         labels=dict(record.labels),
         source_contents=revision.source,
+        service_account=revision.service_account,
         user_env_vars=dict(revision.environment),
         **settings,
     )

@@ -14,9 +14,15 @@ from ..kit.paging import Paging, read_token, write_token
 from ..kit.rpc import Message, methods
 from ..kit.times import rfc3339
 from .admin import refusing
-from .filter import field_of, parse_filter, parse_order
+from .filter import names_steps, parse_filter, parse_order, sort
 
-PAGING = Paging(default=100, largest=1000)
+# "Max supported value depends on the selected Execution view: it's 1000 for BASIC and 100 for FULL."
+PAGING = {False: Paging(default=100, largest=1000), True: Paging(default=100, largest=100)}
+SHOWN_SETTINGS = {
+    "callLogLevel": "call_log_level",
+    "executionHistoryLevel": "history_level",
+    "disableConcurrencyQuotaOverflowBuffering": "disable_overflow_buffering",
+}
 METHODS = methods(
     api,
     """
@@ -50,10 +56,16 @@ class Executions:
         return _message(record, full=request.view != api.ExecutionView.BASIC)
 
     def list_executions(self, request: Message) -> Message:
-        records, token = list_executions(
-            self._engine, request.parent, request.filter, request.order_by, request.page_size, request.page_token
-        )
         full = request.view == api.ExecutionView.FULL
+        records, token = list_executions(
+            self._engine,
+            request.parent,
+            request.filter,
+            request.order_by,
+            request.page_size,
+            request.page_token,
+            full=full,
+        )
         return api.ListExecutionsResponse.pb()(
             executions=[_message(record, full=full) for record in records], next_page_token=token
         )
@@ -63,22 +75,26 @@ class Executions:
 
 
 def list_executions(
-    engine: Engine, workflow: str, filter_: str, order_by: str, page_size: int, page_token: str
+    engine: Engine, workflow: str, filter_: str, order_by: str, page_size: int, page_token: str, *, full: bool
 ) -> tuple[Sequence[ExecutionRecord], str]:
-    """A page of executions and the next page's token. In the default order, reads no further than the page."""
+    """A page of executions and the next page's token. In the default order, reads no further than the page.
+
+    With `full`, as for the view FULL, the page's active executions have their current steps.
+    """
     refusing(lambda: engine.get_workflow(workflow))
-    size, [start] = PAGING.size(page_size), read_token(page_token, [0])
+    size, [start] = PAGING[full].size(page_size), read_token(page_token, [0])
     matches, order = parse_filter(filter_), parse_order(order_by)
-    is_default_order = order == [("createTime", True)]
+    is_default_order = order in ([], [("createTime", True)])
     records: list[ExecutionRecord] = []
-    for record in engine.list(workflow):
+    for record in engine.list(workflow, current=names_steps(filter_ + order_by)):
         if matches(record):
             records.append(record)
             if is_default_order and len(records) > start + size:
                 break
-    for name, descending in reversed([] if is_default_order else order):
-        records.sort(key=lambda record: field_of(record, name), reverse=descending)
-    return records[start : start + size], write_token(start + size) if len(records) > start + size else ""
+    if not is_default_order:
+        sort(records, order)
+    page = [engine.get(record.name) if full else record for record in records[start : start + size]]
+    return page, write_token(start + size) if len(records) > start + size else ""
 
 
 def execution_json(record: ExecutionRecord, *, full: bool = True) -> dict[str, Any]:
@@ -107,7 +123,7 @@ def execution_json(record: ExecutionRecord, *, full: bool = True) -> dict[str, A
         shown["labels"] = dict(record.labels)
     if record.current_steps:
         shown["status"] = {"currentSteps": [dict(step) for step in record.current_steps]}
-    for key, name in (("callLogLevel", "call_log_level"), ("executionHistoryLevel", "history_level")):
+    for key, name in SHOWN_SETTINGS.items():
         if record.settings.get(name):
             shown[key] = record.settings[name]
     return shown

@@ -13,6 +13,7 @@ from ..kit.routing import Call, Reply, Route
 from ..kit.times import rfc3339
 from .admin import refusing
 from .executions import execution_json, list_executions
+from .filter import ENTRY_FIELDS, parse_entry_filter, parse_order, sort
 
 WORKFLOW = "/v1/{workflow=projects/*/locations/*/workflows/*}"
 EXECUTION = "/v1/{execution=projects/*/locations/*/workflows/*/executions/*}"
@@ -83,6 +84,7 @@ class Rest:
         )
 
     def list_executions(self, call: Call) -> dict[str, Any]:
+        full = _view(call) == "FULL"
         records, token = list_executions(
             self._engine,
             call.names["workflow"],
@@ -90,8 +92,8 @@ class Rest:
             call.text("orderBy"),
             call.number("pageSize"),
             call.text("pageToken"),
+            full=full,
         )
-        full = _view(call) == "FULL"
         shown: dict[str, Any] = {"executions": [execution_json(record, full=full) for record in records]}
         return {**shown, "nextPageToken": token} if token else shown
 
@@ -132,9 +134,9 @@ class Rest:
         return Reply({"error": {"code": status, "message": message.format(method=call.method), "status": name}}, status)
 
     def step_entries(self, call: Call) -> dict[str, Any]:
-        entries = self._entries(call)
-        if call.text("orderBy").strip().endswith("desc"):
-            entries = entries[::-1]
+        order, matches = parse_order(call.text("orderBy"), ENTRY_FIELDS), parse_entry_filter(call.text("filter"))
+        entries = list(filter(matches, self._entries(call)))
+        sort(entries, order, ENTRY_FIELDS)
         size, skip = call.number("pageSize"), call.number("skip")
         page, token = STEP_ENTRIES.page(entries, size, call.text("pageToken"), skip)
         shown: dict[str, Any] = {"stepEntries": page, "totalSize": len(entries)}
