@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -23,6 +24,12 @@ RESERVED_VARIABLES = re.compile(
     "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
 )
 RESERVED_LABELS = "dropforge-"
+# Names that are no public server's, and IP addresses: the resolved address is checked again before each call.
+_LOCAL_HOST = re.compile(
+    r"(^|\.)(local|localhost|internal|intranet|lan|home|corp|test|invalid|[0-9]+|0x[0-9a-f]*)$", re.I
+)
+_EMAIL = r"^[A-Za-z0-9._%+-]{1,64}@([A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}$"
+_REPOSITORY = r"^[A-Za-z0-9][A-Za-z0-9-]{0,38}/[.]{0,2}[A-Za-z0-9_-][A-Za-z0-9._-]{0,96}$"
 
 
 class Model(Part):
@@ -241,13 +248,75 @@ class Limits(Part):
 
 
 class SlackNotify(Part):
-    """A Slack incoming webhook, by the name of the Secret Manager secret that holds its URL."""
+    """Slack: a webhook, or a bot that keeps a run's messages in one thread; each by the name of its secret."""
 
-    webhook_secret: SecretName
+    webhook_secret: SecretName | None = Field(default=None, description="Holds the URL of an incoming webhook.")
+    token_secret: SecretName | None = Field(default=None, description="Holds the token of a bot with chat:write.")
+    channel: Annotated[str, Field(pattern=r"^[CDG][A-Z0-9]{5,20}$")] | None = Field(
+        default=None, description="The id of the bot's channel, from the channel's details in Slack."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_way(self) -> SlackNotify:
+        if (self.webhook_secret is None) == (self.token_secret is None):
+            found = {"webhook_secret": self.webhook_secret, "token_secret": self.token_secret}
+            raise Wrong("", "Slack needs exactly one secret", found, "either `webhook_secret` or `token_secret`")
+        if (self.token_secret is None) != (self.channel is None):
+            expected = "`channel` with `token_secret`; a webhook has its own channel"
+            raise Wrong("/channel", "a bot needs a channel, and only a bot", self.channel, expected)
+        return self
+
+
+class WebhookNotify(Part):
+    """A server of yours, which gets each run event by POST, signed by the rules of Standard Webhooks."""
+
+    url: Annotated[str, Field(pattern=r"^https://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?(/[!-~]{0,1024})?$")] | None = Field(
+        default=None, description="Of a server on the internet. Use `url_secret` if the URL is a secret."
+    )
+    url_secret: SecretName | None = Field(default=None, description="Holds the URL.")
+    signing_secret: SecretName = Field(description="Holds the key: whsec_ and the base64 of 24 to 64 random bytes.")
+
+    @model_validator(mode="after")
+    def _has_one_url(self) -> WebhookNotify:
+        if (self.url is None) == (self.url_secret is None):
+            found = {"url": self.url, "url_secret": self.url_secret}
+            raise Wrong("", "a webhook needs exactly one URL", found, "either `url` or `url_secret`")
+        host = (urlsplit(self.url).hostname or "").rstrip(".") if self.url else ""
+        if self.url and (_LOCAL_HOST.search(host) or "." not in host):
+            expected = "the name of a server on the internet, such as hooks.example.com"
+            raise Wrong("/url", "not a server on the internet", host, expected)
+        return self
+
+
+class TeamsNotify(Part):
+    """Microsoft Teams: a workflow that posts to a channel when its webhook receives a request."""
+
+    webhook_secret: SecretName = Field(description="Holds the URL of the workflow's webhook.")
+
+
+class EmailNotify(Part):
+    """E-mail through a mail server of yours."""
+
+    server_secret: SecretName = Field(description="Holds smtps://USER:PASSWORD@HOST or smtp+starttls://…")
+    to: list[Annotated[str, Field(pattern=_EMAIL, max_length=254)]] = Field(min_length=1, max_length=20)
+
+
+class GitHubNotify(Part):
+    """The status of a commit on GitHub: pending until the run ends, then success, failure or error."""
+
+    repository: str = Field(pattern=_REPOSITORY, examples=["owner/name"])
+    sha: str = Field(pattern=r"^[0-9a-f]{40}$")
+    token_secret: SecretName = Field(description="Holds a token with the permission `Commit statuses: write`.")
 
 
 class Notify(Part):
+    """Where a run's messages go (docs/notifications.md)."""
+
     slack: SlackNotify | None = None
+    webhook: WebhookNotify | None = None
+    teams: TeamsNotify | None = None
+    email: EmailNotify | None = None
+    github: GitHubNotify | None = None
 
 
 class JobSpec(Part):
