@@ -281,11 +281,15 @@ class WebhookNotify(Part):
         if (self.url is None) == (self.url_secret is None):
             found = {"url": self.url, "url_secret": self.url_secret}
             raise Wrong("", "a webhook needs exactly one URL", found, "either `url` or `url_secret`")
-        host = (urlsplit(self.url).hostname or "").rstrip(".") if self.url else ""
-        if self.url and (_LOCAL_HOST.search(host) or "." not in host):
+        if self.url and (_LOCAL_HOST.search(self.host) or "." not in self.host):
             expected = "the name of a server on the internet, such as hooks.example.com"
-            raise Wrong("/url", "not a server on the internet", host, expected)
+            raise Wrong("/url", "not a server on the internet", self.host, expected)
         return self
+
+    @property
+    def host(self) -> str:
+        """The host of `url`; "" if a secret holds the URL."""
+        return (urlsplit(self.url).hostname or "").rstrip(".") if self.url else ""
 
 
 class TeamsNotify(Part):
@@ -317,6 +321,13 @@ class Notify(Part):
     teams: TeamsNotify | None = None
     email: EmailNotify | None = None
     github: GitHubNotify | None = None
+
+    @property
+    def hosts(self) -> list[tuple[str, str]]:
+        """The hosts that the spec itself chooses, each after its place: operators choose what secrets hold."""
+        hosts = [("/notify/webhook/url", self.webhook.host)] if self.webhook and self.webhook.url else []
+        people = enumerate(self.email.to) if self.email else ()
+        return hosts + [(f"/notify/email/to/{i}", address.rpartition("@")[2].lower()) for i, address in people]
 
 
 class JobSpec(Part):

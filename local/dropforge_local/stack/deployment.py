@@ -90,7 +90,6 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "WORKFLOWS_EMULATOR_HOST": grpc,
         "SLACK_EMULATOR_HOST": http,
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
-        "WEBHOOK_EMULATOR_HOST": http,
         "DROPFORGE_EMULATOR_TOKEN": token,
         "DROPFORGE_PROJECT": PROJECT,
         "DROPFORGE_LOCATION": LOCATION,

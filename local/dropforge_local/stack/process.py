@@ -222,7 +222,9 @@ class Stack:
 
     def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to use this stack."""
-        return {**deployment.environment(*self._server.addresses(caller), self._token(caller)), **self.config.settings}
+        shared = deployment.environment(*self._server.addresses(caller), self._token(caller))
+        # Secrets hold whole URLs of webhooks, which are the same for every caller.
+        return {**shared, "WEBHOOK_EMULATOR_HOST": self._server.url, **self.config.settings}
 
     def kubeconfig(self) -> str:
         """For kubectl, with the token that the functions have."""
