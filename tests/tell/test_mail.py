@@ -18,9 +18,10 @@ from dropforge.base.errors import ErrorClass
 from dropforge.context import Context
 from dropforge.run.record import Notice, RunError, RunState
 from dropforge.tell.channel import Failure
-from dropforge.tell.mail import Address, account_of, address_of, message_of, send
+from dropforge.tell.mail import Address, address_of, send
 from dropforge.tell.news import News, notice_news
 from dropforge.tell.outgoing import Refused
+from dropforge.tell.smtp import account_of, message_of
 
 from ..deployments import SETTINGS
 from .mail_server import MailServer

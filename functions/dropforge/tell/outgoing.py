@@ -17,8 +17,6 @@ from time import monotonic
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-import certifi
-
 from dropforge.base.redact import cut
 
 from .channel import Failure
@@ -79,9 +77,11 @@ def dialled(server: Server, limit: float = LIMIT_SECONDS) -> Iterator[socket.soc
 
 
 def tls_context() -> ssl.SSLContext:
-    """The authorities of the system, and certifi's: the functions' image may have none."""
+    """Trusts the authorities of the system, and those of requests: the functions' image may have none."""
+    from requests.certs import where
+
     context = ssl.create_default_context()
-    context.load_verify_locations(certifi.where())
+    context.load_verify_locations(where())
     return context
 
 
