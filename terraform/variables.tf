@@ -213,7 +213,7 @@ variable "training_secrets" {
 }
 
 variable "webhook_secrets" {
-  description = "Secrets with Slack webhooks that specs may name, in addition to slack_webhook_secret."
+  description = "Secrets of channels that specs may name (webhooks, tokens, mail servers), in addition to slack_webhook_secret."
   type        = set(string)
   default     = []
 }

@@ -152,7 +152,7 @@ def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
 
     assert deployment.stack is not None, "the demo creates secrets only in the local stack"
     values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
-    if spec.notify.slack:
+    if spec.notify.slack and spec.notify.slack.webhook_secret:
         name = spec.notify.slack.webhook_secret.partition(":")[0]
         values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
     project, client = f"projects/{deployment.settings.project}", deployment.clients.secrets()

@@ -72,7 +72,7 @@ PATHS = {
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
     r"invoke": "a POST to the endpoint",
 }
-NO_API = re.compile(r"POST /slack/")  # Slack needs no permission of Google Cloud
+NO_API = re.compile(r"POST /(slack|channels)/")  # other services need no permission of Google Cloud
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "key_objects": re.compile(r"keys/"),

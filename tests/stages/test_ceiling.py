@@ -149,6 +149,16 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"evaluation": {"source": "gs://team-data-of-others/x.jsonl"}},
         "/evaluation/source",
     ),
+    (
+        {"notify_hosts": ["*.example.com"]},
+        {"notify": {"webhook": {"url": "https://hooks.example.org/", "signing_secret": "s"}}},
+        "/notify/webhook/url",
+    ),
+    (
+        {"notify_hosts": ["example.com"]},
+        {"notify": {"email": {"server_secret": "s", "to": ["a@example.com", "b@EXAMPLE.org"]}}},
+        "/notify/email/to/1",
+    ),
     ({"required_labels": {"team": ["ads"]}}, {}, "/labels/team"),
     ({"required_labels": {"team": ["ads"]}}, {"labels": {"team": "search"}}, "/labels/team"),
 ]

@@ -494,11 +494,10 @@ class Deaf:
     def secrets_of(self, spec: Any) -> dict[str, str]:
         return {}
 
-    def secret_of(self, spec: Any, settings: Any) -> str:
-        return "secret"
+    NAME = "deaf"
 
-    def state_message(self, *_: Any) -> str:
-        return "message"
+    def address_of(self, spec: Any, settings: Any) -> str:
+        return "secret"
 
     def send(self, *_: Any) -> Failure:
         return Failure("it is down", may_pass=True)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,12 +15,14 @@ from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnav
 
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
-from dropforge.run.record import Attempt, Endpoint, Record, RunError, RunState, Transition
+from dropforge.context import Context
+from dropforge.run.record import Attempt, Endpoint, RunError, RunState
 from dropforge.spec import JobSpec
 from dropforge.tell.channel import Failure
-from dropforge.tell.slack import Message, send, state_message
+from dropforge.tell.slack import Address, Message, message_of, send
 
-from ..deployments import SETTINGS, cloud_with
+from ..deployments import cloud_with
+from .stories import NOW, news_of
 
 CANARY = "CanaryCanary"
 
@@ -32,7 +33,8 @@ def sent(secret: bytes | Exception) -> Failure:
         access.return_value.payload.data = secret
     clients = Clients({})
     clients.secrets = lambda: Mock(access_secret_version=access)  # type: ignore[method-assign]
-    failure = send(replace(cloud_with(), clients=clients), "webhook", Message("text", []))
+    news = news_of(RunState.ACCEPTED)
+    failure = send(Context(replace(cloud_with(), clients=clients)), Address("webhook"), news)
     assert failure
     return failure
 
@@ -84,28 +86,15 @@ def test_no_text_of_a_spec_mentions_a_whole_channel() -> None:
         "found": "<!channel> & <http://x|y>",
         "expected": "",
     }
-    now = datetime(2026, 11, 20, tzinfo=UTC)
-    rejected = Record(
-        run="job-0123456789ab", name="<!here>", source="s", state=RunState.REJECTED, created=now,
-        history=[Transition(state=RunState.REJECTED, time=now)], problems=[problem],
-    )  # fmt: skip
-    message = state_message(rejected, None, SETTINGS, now)
-    assert message
+    message = message_of(news_of(RunState.REJECTED, name="<!here>", problems=[problem]))
     marked = [message.text, *(b["text"]["text"] for b in message.blocks[1:] if "text" in b)]
     assert "<" not in "".join(marked)
     assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
 
 
 def failed(text: str, hint: str = "") -> Message:
-    now = datetime(2026, 11, 20, tzinfo=UTC)
-    record = Record(
-        run="job-0123456789ab", name="n", source=text, state=RunState.FAILED, created=now,
-        history=[Transition(state=RunState.FAILED, time=now)],
-        error=RunError(error_class=ErrorClass.CODE, message=text, hint=hint),
-    )  # fmt: skip
-    message = state_message(record, None, SETTINGS, now)
-    assert message
-    return message
+    error = RunError(error_class=ErrorClass.CODE, message=text, hint=hint)
+    return message_of(news_of(RunState.FAILED, error=error))
 
 
 def marked_texts(message: Message) -> list[dict[str, Any]]:
@@ -115,7 +104,7 @@ def marked_texts(message: Message) -> list[dict[str, Any]]:
 
 def test_slack_links_no_address_channel_or_person_in_a_foreign_text() -> None:
     message = failed("see http://evil.example/x, ask @everyone in #general")
-    assert len(marked_texts(message)) >= 4
+    assert len(marked_texts(message)) >= 2
     assert all(part["verbatim"] is True for part in marked_texts(message))
     assert not any(part["text"].count("<") for part in marked_texts(message))
 
@@ -150,26 +139,19 @@ def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
         "serve": {"type": "gke", "price_usd_per_hour": 10},
         "limits": {"max_cost_usd": 80},
     }
-    spec, now = JobSpec.model_validate_json(json.dumps(document)), datetime(2026, 11, 20, tzinfo=UTC)
-    attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
+    spec = JobSpec.model_validate_json(json.dumps(document))
+    attempt = Attempt(number=1, placement=0, region="us-central1", started=NOW, deadline=NOW)
     endpoint = Endpoint(
-        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=now, expires=now,
+        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=NOW, expires=NOW,
         limit="max_cost_usd",
     )  # fmt: skip
-    texts = []
-    for state in (RunState.ACCEPTED, RunState.TRAINING, RunState.SUCCEEDED):
-        history = [Transition(state=state, time=now)]
-        record = Record(
-            run="job-0123456789ab", name="n", source="s", state=state, created=now, history=history,
-            attempts=[attempt], endpoint=endpoint,
-        )  # fmt: skip
-        message = state_message(record, spec, SETTINGS, now)
-        assert message
-        texts.append(json.dumps(message.blocks))
+    states = (RunState.ACCEPTED, RunState.TRAINING, RunState.SUCCEEDED)
+    messages = [message_of(news_of(state, spec, attempts=[attempt], endpoint=endpoint)) for state in states]
+    texts = [json.dumps(message.blocks) for message in messages]
     assert "8.0 h of the endpoint" in texts[0]
     assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[1]
-    address = "http://10.0.0.5:8000"
-    assert f"at <{address}|{address}>, inside the VPC only, until" in texts[2]
+    address = "http://10.0.0.5:8000/v1"
+    assert f"<{address}|{address}>, inside the VPC only, until" in texts[2]
     assert "when the budget is used up" in texts[2]
 
 
@@ -178,6 +160,7 @@ def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
 _TWO_SENDERS = """
 import sys, threading
 from dropforge.cloud.clients import Clients
+from dropforge.context import Context
 from dropforge.cloud.context import Cloud
 from dropforge.tell import slack
 
@@ -192,10 +175,9 @@ def hold(event, arguments):
         early.append(name)
 
 sys.addaudithook(hold)
-slack.read_secret = lambda *_: "no URL"
 cloud = Cloud(None, Clients({}))
 def send():
-    slack.send(cloud, "s", slack.Message("", []))
+    slack._send(cloud, "s", "no URL", slack.Message("", []))
 
 first, second = (threading.Thread(target=send, name=name) for name in ("first", "second"))
 first.start()

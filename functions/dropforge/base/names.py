@@ -128,6 +128,11 @@ def report_object(run: str) -> str:
     return f"runs/{run}/report.json"
 
 
+def slack_object(run: str) -> str:
+    """The Slack thread of a run: the channel and the `ts` of the first message (tell/slack.py)."""
+    return f"runs/{run}/slack.json"
+
+
 def machine_object(run: str, attempt: int, name: str) -> str:
     """A file of a training TPU VM: startup.log or status.json, written by platforms/tpu_vm/startup.sh."""
     return f"{MACHINES_PREFIX}{run}/attempt-{attempt}/{name}"

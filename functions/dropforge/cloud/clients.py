@@ -9,6 +9,10 @@ module does.
     COMPUTE_EMULATOR_HOST          http://host:port
     SECRET_MANAGER_EMULATOR_HOST   http://host:port
     WORKFLOWS_EMULATOR_HOST        host:port          (gRPC: the executions client has no REST transport)
+    SLACK_EMULATOR_HOST            http://host:port   (the Web API; a webhook is a whole URL in its secret)
+    GITHUB_EMULATOR_HOST           http://host:port/path
+    WEBHOOK_EMULATOR_HOST          http://host:port   (the one address outside of the internet that a webhook may have)
+    SMTP_EMULATOR_HOST             host:port          (likewise for a mail server)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
 Each SDK is imported when its client is first made: an import costs 0.3-0.6 s and 60-70 MB, and most functions need one
@@ -213,6 +217,27 @@ class Clients:
 
         return WebhookClient(webhook, timeout=int(TIMEOUT_SECONDS), logger=_SILENT)
 
+    def slack_bot(self, token: str) -> Any:
+        """slack_sdk.WebClient for the token of a bot."""
+        from slack_sdk import WebClient
+
+        host = self.environment.get("SLACK_EMULATOR_HOST")
+        base = f"{host}/slack/api/" if host else WebClient.BASE_URL
+        return WebClient(token, base_url=base, timeout=int(TIMEOUT_SECONDS), logger=_SILENT)
+
+    def github(self) -> tuple[str, str]:
+        """The URL of GitHub's API, and host:port of its emulator, if there is one."""
+        emulator = self.environment.get("GITHUB_EMULATOR_HOST", "")
+        return emulator or "https://api.github.com", _address(emulator)
+
+    def webhook_emulator(self) -> str:
+        """host:port of the one server outside of the internet that a webhook may have; "" in the cloud."""
+        return _address(self.environment.get("WEBHOOK_EMULATOR_HOST", ""))
+
+    def smtp_emulator(self) -> str:
+        """host:port of the one mail server outside of the internet; "" in the cloud."""
+        return self.environment.get("SMTP_EMULATOR_HOST", "")
+
     def _bearer(self) -> Callable[[], str]:
         """A function that returns an access token which is valid for some minutes at least."""
         if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
@@ -262,6 +287,11 @@ class Clients:
 
         credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
         return credentials
+
+
+def _address(url: str) -> str:
+    """host:port of an emulator's URL, http://host:port or with a path."""
+    return url.partition("://")[2].partition("/")[0]
 
 
 def _anonymous() -> Any:

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from .kinds import AnyServe, AnyTarget
-from .parts import NAMED_KEYS, Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source
+from .parts import (
+    NAMED_KEYS,
+    Duration,
+    EnvName,
+    LabelKey,
+    LabelValue,
+    Name,
+    Part,
+    SecretName,
+    Wrong,
+    check_source,
+    ruled,
+)
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 # A secret's value must not replace what the platform, the startup script of a TPU VM, the loader or the shell reads.
@@ -23,6 +36,34 @@ RESERVED_VARIABLES = re.compile(
     "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
 )
 RESERVED_LABELS = "dropforge-"
+# Names that are no public server's, and IP addresses: the resolved address is checked again before each call.
+_LOCAL_HOST = re.compile(
+    r"(^|\.)(local|localhost|internal|intranet|lan|home|corp|test|invalid|[0-9]+|0x[0-9a-f]*)$", re.I
+)
+_ChannelId = Annotated[str, ruled(r"^[CDG][A-Z0-9]{5,20}$", "the id of a channel, such as C0123456789")]
+_Url = Annotated[
+    str,
+    ruled(
+        r"^https://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?(/[!-~]{0,1024})?$",
+        "an https:// URL without spaces, user or password, such as https://hooks.example.com/dropforge",
+    ),
+]
+_Address = Annotated[
+    str,
+    ruled(
+        r"^[A-Za-z0-9._%+-]{1,64}@([A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}$",
+        "an e-mail address, such as team@example.com",
+        max_length=254,
+    ),
+]
+_Repository = Annotated[
+    str,
+    ruled(
+        r"^[A-Za-z0-9][A-Za-z0-9-]{0,38}/[.]{0,2}[A-Za-z0-9_-][A-Za-z0-9._-]{0,96}$",
+        "a repository on github.com, as OWNER/NAME",
+    ),
+]
+_Commit = Annotated[str, ruled(r"^[0-9a-f]{40}$", "the whole SHA-1 of a commit: 40 of the characters 0-9 and a-f")]
 
 
 class Model(Part):
@@ -303,17 +344,86 @@ class Limits(Part):
 
 
 class SlackNotify(Part):
-    """A Slack incoming webhook, by the name of the Secret Manager secret that holds its URL."""
+    """Slack: a webhook, or a bot that keeps a run's messages in one thread; each by the name of its secret."""
 
-    webhook_secret: SecretName = Field(description="The name of the secret that holds the webhook's URL.")
+    webhook_secret: SecretName | None = Field(default=None, description="Holds the URL of an incoming webhook.")
+    token_secret: SecretName | None = Field(default=None, description="Holds the token of a bot with chat:write.")
+    channel: _ChannelId | None = Field(
+        default=None, description="The id of the bot's channel, from the channel's details in Slack."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_way(self) -> SlackNotify:
+        if (self.webhook_secret is None) == (self.token_secret is None):
+            found = {"webhook_secret": self.webhook_secret, "token_secret": self.token_secret}
+            raise Wrong("", "Slack needs exactly one secret", found, "either `webhook_secret` or `token_secret`")
+        if (self.token_secret is None) != (self.channel is None):
+            expected = "`channel` with `token_secret`; a webhook has its own channel"
+            raise Wrong("/channel", "a bot needs a channel, and only a bot", self.channel, expected)
+        return self
+
+
+class WebhookNotify(Part):
+    """A server of yours, which gets each run event by POST, signed by the rules of Standard Webhooks."""
+
+    url: _Url | None = Field(
+        default=None, description="Of a server on the internet. Use `url_secret` if the URL is a secret."
+    )
+    url_secret: SecretName | None = Field(default=None, description="Holds the URL.")
+    signing_secret: SecretName = Field(description="Holds the key: whsec_ and the base64 of 24 to 64 random bytes.")
+
+    @model_validator(mode="after")
+    def _has_one_url(self) -> WebhookNotify:
+        if (self.url is None) == (self.url_secret is None):
+            found = {"url": self.url, "url_secret": self.url_secret}
+            raise Wrong("", "a webhook needs exactly one URL", found, "either `url` or `url_secret`")
+        if self.url and (_LOCAL_HOST.search(self.host) or "." not in self.host):
+            expected = "the name of a server on the internet, such as hooks.example.com"
+            raise Wrong("/url", "not a server on the internet", self.host, expected)
+        return self
+
+    @property
+    def host(self) -> str:
+        """The host of `url`; "" if a secret holds the URL."""
+        return (urlsplit(self.url).hostname or "").rstrip(".") if self.url else ""
+
+
+class TeamsNotify(Part):
+    """Microsoft Teams: a workflow that posts to a channel when its webhook receives a request."""
+
+    webhook_secret: SecretName = Field(description="Holds the URL of the workflow's webhook.")
+
+
+class EmailNotify(Part):
+    """E-mail through a mail server of yours."""
+
+    server_secret: SecretName = Field(description="Holds smtps://USER:PASSWORD@HOST or smtp+starttls://…")
+    to: list[_Address] = Field(min_length=1, max_length=20, description="Who gets the messages.")
+
+
+class GitHubNotify(Part):
+    """The status of a commit on GitHub: pending until the run ends, then success, failure or error."""
+
+    repository: _Repository = Field(examples=["owner/name"], description="OWNER/NAME on github.com.")
+    sha: _Commit = Field(description="The commit, by its whole SHA-1.")
+    token_secret: SecretName = Field(description="Holds a token with the permission `Commit statuses: write`.")
 
 
 class Notify(Part):
-    """The channels that tell people about the run."""
+    """Where a run's messages go (docs/notifications.md)."""
 
-    slack: SlackNotify | None = Field(
-        default=None, description="Messages to Slack; default: the deployment's webhook, if it has one."
-    )
+    slack: SlackNotify | None = Field(default=None, description="Slack; default: the deployment's webhook, if any.")
+    webhook: WebhookNotify | None = Field(default=None, description="A server of yours.")
+    teams: TeamsNotify | None = Field(default=None, description="Microsoft Teams.")
+    email: EmailNotify | None = Field(default=None, description="E-mail.")
+    github: GitHubNotify | None = Field(default=None, description="The status of a commit on GitHub.")
+
+    @property
+    def hosts(self) -> list[tuple[str, str]]:
+        """The hosts that the spec itself chooses, each after its place: operators choose what secrets hold."""
+        hosts = [("/notify/webhook/url", self.webhook.host)] if self.webhook and self.webhook.url else []
+        people = enumerate(self.email.to) if self.email else ()
+        return hosts + [(f"/notify/email/to/{i}", address.rpartition("@")[2].lower()) for i, address in people]
 
 
 class JobSpec(Part):

@@ -14,11 +14,11 @@ from dropforge.base.errors import SpecProblem
 from dropforge.base.redact import cut
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# What a pattern allows, in words: people read them when a value does not match. `_ruled` adds each pattern.
+# What a pattern allows, in words: people read them when a value does not match. `ruled` adds each pattern.
 WORDS: dict[str, str] = {}
 
 
-def _ruled(pattern: str, words: str, **more: Any) -> Any:
+def ruled(pattern: str, words: str, **more: Any) -> Any:
     """A field whose values match `pattern`; `words` say the same to people."""
     WORDS[pattern] = words
     return Field(pattern=pattern, **more)
@@ -32,22 +32,22 @@ def words_of(pattern: str) -> str:
 _NAME = "lower-case letters, digits and -; a letter first, no - at the end; at most"
 Duration = Annotated[
     str,
-    _ruled(
+    ruled(
         r"^[1-9][0-9]{0,5}(s|m|h|d)$",
         "a whole number from 1 to 999999 and a unit (s, m, h or d), such as 90s, 45m, 2h or 7d",
         examples=["90s", "45m", "2h", "7d"],
     ),
 ]
-Name = Annotated[str, _ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
+Name = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
 # Resource labels: https://cloud.google.com/resource-manager/docs/labels-overview#requirements
 LabelKey = Annotated[
     str,
-    _ruled(r"^[a-z][a-z0-9_-]{0,62}$", "lower-case letters, digits, _ and -; a letter first; at most 63 characters"),
+    ruled(r"^[a-z][a-z0-9_-]{0,62}$", "lower-case letters, digits, _ and -; a letter first; at most 63 characters"),
 ]
-LabelValue = Annotated[str, _ruled(r"^[a-z0-9_-]{0,63}$", "lower-case letters, digits, _ and -; at most 63 characters")]
+LabelValue = Annotated[str, ruled(r"^[a-z0-9_-]{0,63}$", "lower-case letters, digits, _ and -; at most 63 characters")]
 SecretName = Annotated[
     str,
-    _ruled(
+    ruled(
         r"^[A-Za-z0-9_-]{1,255}(:([1-9][0-9]*|latest))?$",
         "the short name of a Secret Manager secret: letters, digits, _ and -; after it, a version if you want one, "
         "such as hf-token:3",
@@ -55,14 +55,14 @@ SecretName = Annotated[
 ]
 EnvName = Annotated[
     str,
-    _ruled(r"^[A-Z_][A-Z0-9_]{0,127}$", "upper-case letters, digits and _; no digit first; at most 128 characters"),
+    ruled(r"^[A-Z_][A-Z0-9_]{0,127}$", "upper-case letters, digits and _; no digit first; at most 128 characters"),
 ]
-Region = Annotated[str, _ruled(r"^[a-z]+-[a-z]+[0-9]$", "a region of Google Cloud, such as us-central1")]
-Zone = Annotated[str, _ruled(r"^[a-z]+-[a-z]+[0-9]-[a-z]$", "a zone of Google Cloud, such as us-central1-a")]
+Region = Annotated[str, ruled(r"^[a-z]+-[a-z]+[0-9]$", "a region of Google Cloud, such as us-central1")]
+Zone = Annotated[str, ruled(r"^[a-z]+-[a-z]+[0-9]-[a-z]$", "a zone of Google Cloud, such as us-central1-a")]
 # A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
-Reservation = Annotated[str, _ruled(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"{_NAME} 63 characters")]
+Reservation = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"{_NAME} 63 characters")]
 # https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
-ClusterName = Annotated[str, _ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
+ClusterName = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
 Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
 
 

@@ -58,6 +58,9 @@ class Ceiling(Part):
     regions: Patterns | None = Field(default=None, description="Allowed regions, such as europe-*.")
     models: Patterns | None = Field(default=None, description="Allowed model.source, such as google/*.")
     datasets: Patterns | None = Field(default=None, description="Allowed dataset.source, such as gs://team-data/*.")
+    notify_hosts: Patterns | None = Field(
+        default=None, description="Allowed hosts of notify.webhook.url and of addresses in notify.email.to."
+    )
     required_labels: Annotated[dict[LabelKey, Patterns], NAMED_KEYS] = Field(
         default={}, max_length=32, description="Labels that a spec must have, each with its allowed values."
     )

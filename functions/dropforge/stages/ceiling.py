@@ -169,6 +169,8 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "regions", "/target/placements", _region(region)
     for place, source in spec.sources.items():
         yield "models" if place == "/model/source" else "datasets", place, source
+    for place, host in spec.notify.hosts:
+        yield "notify_hosts", place, host
     if serve is not None:
         yield "endpoints", "/serve/type", serve.type
         for demand in serve.demands(spec):

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.context import Context
 from dropforge.run.record import Notice, Record
 from dropforge.spec import JobSpec
 
-from . import slack
+from . import github, mail, slack, teams, webhook
 from .channel import Channel, Failure
+from .news import News, notice_news, state_news
 
-CHANNELS: tuple[Channel, ...] = (slack,)
+CHANNELS: tuple[Channel, ...] = (slack, webhook, teams, mail, github)
+
+
+class Sent(NamedTuple):
+    """What a message to every channel came to: the keys of the channels that took it, and the failures."""
+
+    keys: list[str]
+    failures: list[Failure]
+
+    @property
+    def waiting(self) -> str:
+        """Why a channel did not take the message, if another try may succeed; "" otherwise."""
+        return next((failure.problem for failure in self.failures if failure.may_pass), "")
 
 
 def secrets_of(spec: JobSpec) -> dict[str, str]:
@@ -22,34 +34,53 @@ def secrets_of(spec: JobSpec) -> dict[str, str]:
 
 
 def send_state(context: Context, record: Record, spec: JobSpec | None = None) -> None:
-    """Send the message for a record's present state to every channel.
+    """Send the message for a record's present state to every channel that has not taken it.
 
-    Raises CloudError (TRANSIENT) if the state is terminal, a message was not sent, and another try may succeed. Other
-    states never raise: a running run must not wait for a channel.
+    Raises CloudError (TRANSIENT) if the state is terminal, a message was not sent, and another try may succeed. The
+    record then names the channels that have the message. Other states never raise: a running run must not wait for a
+    channel.
     """
-    now = context.now()
-    failures = _send(context, record, spec, lambda channel: channel.state_message(record, spec, context.settings, now))
-    for failure in failures:
-        if failure.may_pass and record.state.is_terminal:
-            raise CloudError(ErrorClass.TRANSIENT, failure.problem)
+    news = state_news(record, spec, context.settings, context.now())
+    if news is None:
+        return
+    sent = _send(context, record, spec, news)
+    if sent.waiting and record.state.is_terminal:
+        note(context, record, sent.keys)
+        raise CloudError(ErrorClass.TRANSIENT, sent.waiting)
 
 
-def send_notice(context: Context, record: Record, spec: JobSpec, notice: Notice) -> bool:
-    """Send a notice to every channel; False if a message was not sent and another try may succeed."""
-    failures = _send(context, record, spec, lambda channel: channel.notice_message(record, notice))
-    return not any(failure.may_pass for failure in failures)
+def send_notice(context: Context, record: Record, spec: JobSpec, notice: Notice) -> Sent:
+    """Send a notice to every channel that has not taken it."""
+    return _send(context, record, spec, notice_news(record, notice, context.settings, context.now()))
 
 
-def _send(
-    context: Context, record: Record, spec: JobSpec | None, message_for: Callable[[Channel], Any | None]
-) -> list[Failure]:
-    """Send a message to every channel that the spec, or the deployment, configures; log and return the failures."""
-    failures = []
+def note(context: Context, record: Record, keys: list[str]) -> Record:
+    """Note keys of notices and of channels that took a message, in one write; return the record."""
+    if not keys:
+        return record
+
+    def change(latest: Record) -> Record:
+        for key in keys:
+            latest = latest.with_notice(key)
+        return latest
+
+    return context.store.update(record.run, change)
+
+
+def _send(context: Context, record: Record, spec: JobSpec | None, news: News) -> Sent:
+    """Send a message to every channel that the spec, or the deployment, configures; log the failures.
+
+    The record names the channels that took the message at an earlier try: they do not get it again.
+    """
+    sent = Sent([], [])
     for channel in CHANNELS:
-        secret, message = channel.secret_of(spec, context.settings), message_for(channel)
-        if message is None or not secret:
+        address = channel.address_of(spec, context.settings)
+        key = f"{news.event.id.removeprefix(record.run + '/')}@{channel.NAME}"
+        if address is None or key in record.notices:
             continue
-        if failure := channel.send(context.cloud, secret, message):
+        if failure := channel.send(context, address, news):
             context.log(failure.problem, stage="notify", run=record.run, severity="ERROR")
-            failures.append(failure)
-    return failures
+            sent.failures.append(failure)
+        if failure is None or not failure.may_pass:
+            sent.keys.append(key)
+    return sent

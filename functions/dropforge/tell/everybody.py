@@ -9,7 +9,7 @@ from dropforge.context import Context
 from dropforge.run.record import END_TOLD, Notice, Record, RunState
 from dropforge.spec import JobSpec
 
-from .channels import send_notice, send_state
+from .channels import note, send_notice, send_state
 from .report import report
 from .run_events import announce, announce_notice
 
@@ -42,10 +42,10 @@ def warn(context: Context, record: Record, spec: JobSpec, notice: Notice) -> Rec
     # Not a WARNING: the alert run_stuck counts the warnings of this stage as ends that could not be announced.
     context.log(notice.text, stage="notify", run=record.run, severity="NOTICE", notice=notice.key)
     is_published = announce_notice(context, record, notice)
-    is_sent = send_notice(context, record, spec, notice)
-    if not (is_published and is_sent):
-        return record  # the next check sends the notice again
-    return context.store.update(record.run, lambda latest: latest.with_notice(notice.key))
+    sent = send_notice(context, record, spec, notice)
+    if not is_published or sent.waiting:
+        return note(context, record, sent.keys)  # the next check sends the notice again, to the other channels
+    return note(context, record, [notice.key])
 
 
 def is_unstarted(record: Record) -> bool:

@@ -23,24 +23,32 @@ def announce(context: Context, record: Record, state: RunState) -> None:
 
     Raises CloudError for a terminal state only: a failed event must delay neither the training nor its teardown.
     """
-    entered = next(t for t in reversed(record.history) if t.state is state)
-    event = RunEvent(
-        id=f"{record.run}/{entered.attempt}/{state.lower()}",
-        run=record.run,
-        state=state,
-        time=entered.time,
-        name=record.name,
-        details=_details(record, entered, context.now()),
-    )
-    problem = publish(context, event)
+    problem = publish(context, state_event(record, state, context.now()))
     if problem and state.is_terminal:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
 def announce_notice(context: Context, record: Record, notice: Notice) -> bool:
     """Publish a run event for a notice; whether it was published."""
-    now = context.now()
-    event = RunEvent(
+    return not publish(context, notice_event(record, notice, context.now()))
+
+
+def state_event(record: Record, state: RunState, now: datetime) -> RunEvent:
+    """The run event for a state that the record has entered."""
+    entered = next(t for t in reversed(record.history) if t.state is state)
+    return RunEvent(
+        id=f"{record.run}/{entered.attempt}/{state.lower()}",
+        run=record.run,
+        state=state,
+        time=entered.time,
+        name=record.name,
+        details=_details(record, entered, now),
+    )
+
+
+def notice_event(record: Record, notice: Notice, now: datetime) -> RunEvent:
+    """The run event for a notice."""
+    return RunEvent(
         id=f"{record.run}/notice/{notice.key}",
         run=record.run,
         state=record.state,
@@ -49,7 +57,6 @@ def announce_notice(context: Context, record: Record, notice: Notice) -> bool:
         notice=notice.key,
         details={"text": notice.text, "cost_usd": record.cost(now)},
     )
-    return not publish(context, event)
 
 
 def answer_unknown(context: Context, run: str, request: Request) -> None:

@@ -1,38 +1,56 @@
-"""Channel Slack: Block Kit messages to an incoming webhook, whose URL is a secret.
+"""Channel Slack: Block Kit messages to an incoming webhook, or by a bot, which keeps a run's messages in one thread.
 
-Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters, section text 3,000, 50 blocks.
+An incoming webhook answers only "ok": it does not tell the message's `ts`, so it cannot begin a thread
+(https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks).
+Limits (https://docs.slack.dev/reference/block-kit/blocks): header 150 characters, section text 3,000, 50 blocks.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
-from datetime import datetime
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
+from dropforge.base import names
+from dropforge.base.errors import NotFound
 from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.context import Cloud
-from dropforge.cloud.secrets import read_secret
-from dropforge.money import short_endpoint
-from dropforge.run.record import Notice, Record, RunState
+from dropforge.context import Context
+from dropforge.run.record import RunState
 from dropforge.spec import JobSpec
 
 from .channel import Failure
+from .news import Line, News
+from .values import Unreadable, value_of
 
+NAME = "slack"
 MAX_HEADER, MAX_SECTION = 150, 3000
 _LINK = re.compile(r"https?://[A-Za-z0-9.:/_-]{1,255}")
 _HALF_ENTITY = re.compile(r"&[a-z]{0,3}\Z")
-_HEADLINES = {
-    RunState.ACCEPTED: ":inbox_tray: accepted",
-    RunState.REJECTED: ":no_entry: rejected",
-    RunState.TRAINING: ":fire: training started",
-    RunState.SUCCEEDED: ":white_check_mark: succeeded",
-    RunState.FAILED: ":x: failed",
-    RunState.CANCELLED: ":black_square_for_stop: cancelled",
+_EMOJI = {
+    RunState.ACCEPTED: ":inbox_tray:",
+    RunState.REJECTED: ":no_entry:",
+    RunState.TRAINING: ":fire:",
+    RunState.SUCCEEDED: ":white_check_mark:",
+    RunState.FAILED: ":x:",
+    RunState.CANCELLED: ":black_square_for_stop:",
 }
+# https://docs.slack.dev/reference/methods/chat.postMessage: errors after which the same call may succeed.
+_MAY_PASS = frozenset(
+    {"fatal_error", "internal_error", "ratelimited", "rate_limited", "request_timeout", "service_unavailable"}
+)
+_NO_THREAD = frozenset({"cannot_reply_to_message", "message_not_found", "thread_not_found"})  # a user deleted it
+
+
+class Address(NamedTuple):
+    """The secret with a webhook's URL or, with a channel, the secret with a bot's token."""
+
+    secret: str
+    channel: str = ""
 
 
 class Message(NamedTuple):
@@ -43,46 +61,41 @@ class Message(NamedTuple):
 
 
 def secrets_of(spec: JobSpec) -> dict[str, str]:
-    """The webhook secret of a spec, by JSON pointer; empty without a webhook."""
-    return {"/notify/slack/webhook_secret": spec.notify.slack.webhook_secret} if spec.notify.slack else {}
+    """The secret of a spec, by JSON pointer; empty without Slack."""
+    slack = spec.notify.slack
+    named = {"webhook_secret": slack.webhook_secret, "token_secret": slack.token_secret} if slack else {}
+    return {f"/notify/slack/{field}": secret for field, secret in named.items() if secret}
 
 
-def secret_of(spec: JobSpec | None, settings: Settings) -> str:
-    """The webhook secret of the spec or, if the spec has none, of the deployment; "" if neither names a secret."""
-    return spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings.slack_webhook_secret
+def address_of(spec: JobSpec | None, settings: Settings) -> Address | None:
+    """The spec's webhook or bot or, if the spec has none, the deployment's webhook."""
+    if spec and (slack := spec.notify.slack):
+        return Address(slack.webhook_secret or slack.token_secret or "", slack.channel or "")
+    return Address(settings.slack_webhook_secret) if settings.slack_webhook_secret else None
 
 
-def state_message(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> Message | None:
-    """The message for a record's present state; None for a state without a message."""
-    headline = _HEADLINES.get(record.state)
-    if headline is None:
-        return None
-    title = f"{record.name or record.run} {headline.split(' ', 1)[1]}"
-    link = record.endpoint.url if record.endpoint else ""
-    blocks = [_header(f"{headline.split()[0]} {title}")]
-    blocks += [_section(text, link) for text in _paragraphs(record, spec, settings, now) if text]
-    entered = next(t for t in reversed(record.history) if t.state is record.state)
-    event_id = f"{record.run}/{entered.attempt}/{record.state.lower()}"
-    return Message(_escaped(title), [*blocks, _context(f"run `{record.run}` · {event_id}")])
+def message_of(news: News) -> Message:
+    """The Slack message for a message."""
+    emoji = ":warning:" if news.is_notice else _EMOJI[news.state]
+    where = f"run `{news.event.run}` · {news.event.id}"
+    return Message(_escaped(news.title), [_header(f"{emoji} {news.title}"), *_sections(news), _context(where)])
 
 
-def notice_message(record: Record, notice: Notice) -> Message:
-    """The message for a notice."""
-    title = f"{record.name or record.run} {notice.headline}"
-    where = f"run `{record.run}` · {record.run}/notice/{notice.key}"
-    return Message(_escaped(title), [_header(f":warning: {title}"), _section(notice.text), _context(where)])
+def send(context: Context, address: Address, news: News) -> Failure | None:
+    """Send a message to the webhook, or to the run's thread in the bot's channel; None on success. Never raises."""
+    message = message_of(news)
+    try:
+        value = value_of(context.cloud, address.secret)
+    except Unreadable as unreadable:
+        return unreadable.failure
+    if address.channel:
+        return _post(context, address, value, news, message)
+    return _send(context.cloud, address.secret, value, message)
 
 
-def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
-    """Send a message to the webhook in the secret; None on success. Never raises."""
+def _send(cloud: Cloud, secret: str, url: str, message: Message) -> Failure | None:
     from slack_sdk import errors  # from the package, not `slack_sdk.errors`: see Clients.slack
 
-    try:
-        url = read_secret(cloud, secret)
-    except LookupError as error:
-        return Failure(str(error), may_pass=False)
-    except client_errors() as error:
-        return Failure(f"secret {secret!r} could not be read: {type(error).__name__}", may_pass=True)
     try:
         response = cloud.clients.slack(url).send(
             text=message.text, blocks=message.blocks, unfurl_links=False, unfurl_media=False
@@ -102,84 +115,94 @@ def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
     return Failure(problem, may_pass=response.status_code == 429 or response.status_code >= 500)
 
 
-def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[str]:
-    if record.state is RunState.ACCEPTED:
-        return [f"from `{record.source}`", short_endpoint(spec) if spec else ""]
-    if record.state is RunState.REJECTED:
-        listed = "\n".join(f"• `{p['pointer'] or '/'}` {_problem(p)}" for p in record.problems[:20])
-        return [listed, f"details: `gs://{settings.runs_bucket}/runs/{record.run}/errors.json`"]
-    if record.state is RunState.TRAINING:
-        where = record.attempts[-1]
-        return [f"attempt {where.number} on {_machines(spec)} in {where.region}"]
-    if record.state is RunState.SUCCEEDED:
-        return [_metrics(record), _endpoint(record, spec), _cost(record, now)]
-    return [_error(record), _logs(record, settings), _cost(record, now)]
+def _post(context: Context, address: Address, token: str, news: News, message: Message) -> Failure | None:
+    """Post to the run's thread. The first message begins the thread.
+
+    Two first messages at once are both in the channel, and later messages follow the one that was noted first. The end
+    of a run and a notice are also shown in the channel itself.
+    """
+    try:
+        thread = _thread(context, address, news.event.run)
+    except client_errors() as error:
+        context.log(f"the Slack thread of the run could not be read: {type(error).__name__}", stage="notify")
+        thread = ""
+    posted = _call(context.cloud, address, token, message, thread, is_shown=news.is_end or news.is_notice)
+    if isinstance(posted, Failure):
+        return posted
+    if not thread and posted:
+        try:
+            noted = json.dumps({"channel": address.channel, "ts": posted}).encode()
+            context.store.put_new(names.slack_object(news.event.run), noted)
+        except client_errors() as error:  # the message is there; the next message begins another thread
+            context.log(f"the Slack thread of the run could not be noted: {type(error).__name__}", stage="notify")
+    return None
 
 
-def _problem(problem: dict[str, Any]) -> str:
-    parts = [str(problem["message"])]
-    parts += [f"{word} {problem[word]}" for word in ("found", "expected") if problem.get(word)]
-    return "; ".join(parts)
-
-
-def _metrics(record: Record) -> str:
-    shown = {name: value for name, value in record.metrics.items() if value is not None}
-    return "\n".join(f"• {name}: *{_number(value)}*" for name, value in shown.items())
-
-
-def _number(value: float) -> str:
-    """Whole and large numbers in full, other numbers with four digits."""
-    return f"{value:,.0f}" if value == round(value) or abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def _machines(spec: JobSpec | None) -> str:
-    """The accelerators of an attempt: `16 x nvidia-b200`."""
-    if spec is None:
-        return "its target"
-    machines = spec.target.accelerators
-    return f"{machines.count} x {machines.name}" if machines.count > 1 else machines.name
-
-
-def _endpoint(record: Record, spec: JobSpec | None) -> str:
-    endpoint = record.endpoint
-    if endpoint is None:
-        return "trained only; the spec has no endpoint"
-    is_private = spec is not None and spec.serve is not None and spec.serve.is_private
-    where = ", inside the VPC only," if is_private else ""
-    text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
-    if endpoint.limit == "max_cost_usd":
-        text += ", when the budget is used up"
-    if record.parity is not None:
-        text += f"; parity: *{record.parity.state}*"
-    cost = record.serving_cost(endpoint.expires)
-    return text if cost is None else f"{text}; it costs at most ${cost:.2f} in all"
-
-
-def _error(record: Record) -> str:
-    if record.error is None:
+def _thread(context: Context, address: Address, run: str) -> str:
+    """The `ts` of the run's first message; "" before it, and for an object that is no note of this channel."""
+    try:
+        noted = json.loads(context.store.read(names.slack_object(run)).data)
+        return str(noted["ts"]) if noted["channel"] == address.channel else ""
+    except (NotFound, ValueError, TypeError, KeyError):
         return ""
-    hint = f"\n_{record.error.hint}_" if record.error.hint else ""
-    return f"*{record.error.error_class}*: {record.error.message}{hint}"
 
 
-def _logs(record: Record, settings: Settings) -> str:
-    return f"logs: `dropforge logs {record.run}`; artifacts: `gs://{settings.runs_bucket}/models/{record.run}/`"
+def _call(
+    cloud: Cloud, address: Address, token: str, message: Message, thread: str, *, is_shown: bool
+) -> str | Failure:
+    """Call chat.postMessage; return the `ts` of the new message. Its errors are answers with the status 200."""
+    from slack_sdk import errors  # from the package, not `slack_sdk.errors`: see Clients.slack
+
+    reply = {"thread_ts": thread, "reply_broadcast": is_shown} if thread else {}
+    try:
+        answer = cloud.clients.slack_bot(token).chat_postMessage(
+            channel=address.channel, text=message.text, blocks=message.blocks, unfurl_links=False, unfurl_media=False,
+            **reply,
+        )  # fmt: skip
+        return str(answer.get("ts") or "")
+    except errors.SlackApiError as error:
+        status, word = _refusal(error.response)
+        if thread and word in _NO_THREAD:
+            return _call(cloud, address, token, message, "", is_shown=is_shown)
+        problem = f"Slack answered {status} {word!r} to the bot of secret {address.secret!r} in {address.channel}"
+        return Failure(problem, may_pass=word in _MAY_PASS or status == 429 or status >= 500)
+    except (ValueError, HTTPException, errors.SlackClientError) as error:  # their texts may repeat the token
+        problem = f"secret {address.secret!r} does not hold the token of a Slack bot: {type(error).__name__}"
+        return Failure(problem, may_pass=False)
+    except OSError as error:
+        return Failure(f"Slack could not be reached: {type(error).__name__}", may_pass=True)
 
 
-def _cost(record: Record, now: datetime) -> str:
-    cost = record.training_cost(now)
-    return "training cost: price unknown" if cost is None else f"training cost: *${cost:.2f}*"
+def _refusal(response: Any) -> tuple[int, str]:
+    """The status and the word of a refusal: the SDK gives a SlackResponse or, for a body that is no JSON, a dict."""
+    if isinstance(response, dict):
+        return int(response.get("status") or 500), ""
+    return response.status_code, cut(str(response.get("error", "")), 100)
 
 
 def _header(text: str) -> dict[str, Any]:
     return {"type": "header", "text": {"type": "plain_text", "text": cut(text, MAX_HEADER)}}
 
 
-def _section(text: str, link: str = "") -> dict[str, Any]:
-    """A paragraph. Of its addresses, only `link` becomes a link."""
-    address = f"<{link}|{link}>" if _LINK.fullmatch(link) else ""
-    shown = _HALF_ENTITY.sub("", _escaped(text)[: MAX_SECTION - len(address)])
-    return {"type": "section", "text": _verbatim(shown.replace(link, address, 1) if address else shown)}
+def _sections(news: News) -> list[dict[str, Any]]:
+    """The lines, in as few paragraphs as they fit."""
+    paragraphs: list[str] = []
+    for line in map(_marked, news.lines):
+        if paragraphs and len(paragraphs[-1]) + 1 + len(line) <= MAX_SECTION:
+            paragraphs[-1] += f"\n{line}"
+        else:
+            paragraphs.append(line)
+    return [{"type": "section", "text": _verbatim(text)} for text in paragraphs]
+
+
+def _marked(line: Line) -> str:
+    """A line in Slack's markup. Of its addresses, only its own link becomes a link."""
+    link = f"<{line.link}|{line.link}>" if _LINK.fullmatch(line.link) else ""
+    label = f"*{_escaped(line.label)}* " if line.label else ""
+    shown = _HALF_ENTITY.sub("", _escaped(line.text)[: MAX_SECTION - len(label) - len(link) - 2])
+    if line.is_code:
+        shown = f"`{shown.replace('`', chr(39))}`"
+    return label + (shown.replace(_escaped(line.link), link, 1) if link else shown)
 
 
 def _context(text: str) -> dict[str, Any]:

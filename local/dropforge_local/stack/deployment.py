@@ -88,6 +88,8 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "TPU_EMULATOR_HOST": http,
         "COMPUTE_EMULATOR_HOST": http,
         "WORKFLOWS_EMULATOR_HOST": grpc,
+        "SLACK_EMULATOR_HOST": http,
+        "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
         "DROPFORGE_EMULATOR_TOKEN": token,
         "DROPFORGE_PROJECT": PROJECT,
         "DROPFORGE_LOCATION": LOCATION,

@@ -31,6 +31,7 @@ from dropforge_local.base.ports import HOST
 from dropforge_local.base.recording import FILE, FUNCTIONS, Recorder
 from dropforge_local.base.server import Server
 from dropforge_local.containers.images import ImageStore
+from dropforge_local.emulators.channels import ChannelSink
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.cloudrun.permissions import INVOKE
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
@@ -128,8 +129,8 @@ class Stack:
         self._build_workflows()
         self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
-            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
-            self.kubernetes, self.gke, self.workflows, self.crash, Certificates(self.identity),
+            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.compute, self.tpu,
+            self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash, Certificates(self.identity),
         ]  # fmt: skip
 
     def _build_services(self) -> None:
@@ -142,6 +143,7 @@ class Stack:
         )
         self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
         self.slack = SlackSink(self.db, self.clock)
+        self.channels = ChannelSink(self.db, self.clock)
 
     def _build_compute(self) -> None:
         """The emulators that run containers, and the disks of TPU VMs and of clusters."""
@@ -222,7 +224,9 @@ class Stack:
 
     def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to use this stack."""
-        return {**deployment.environment(*self._server.addresses(caller), self._token(caller)), **self.config.settings}
+        shared = deployment.environment(*self._server.addresses(caller), self._token(caller))
+        # Secrets hold whole URLs of webhooks, which are the same for every caller.
+        return {**shared, "WEBHOOK_EMULATOR_HOST": self._server.url, **self.config.settings}
 
     def kubeconfig(self) -> str:
         """For kubectl, with the token that the functions have."""

@@ -24,7 +24,8 @@ from dropforge.cloud.clients import Clients
 from dropforge.run.events import Failed, JobEvent, read_job_event
 from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import Dataset, Evaluation
-from dropforge.tell.slack import state_message
+from dropforge.tell.news import state_news
+from dropforge.tell.slack import message_of
 
 CANARY = "Canary7f3a"
 NUMBER = 73190042
@@ -99,8 +100,9 @@ def told(work: Callable[[], Any]) -> str:
         run=RUN, name="demo", source="gs://b/x.json", state=RunState.FAILED, created=now,
         history=[Transition(state=RunState.FAILED, time=now)], error=error,
     )  # fmt: skip
-    message = state_message(record, None, SETTINGS, now)
-    assert message
+    news = state_news(record, None, SETTINGS, now)
+    assert news
+    message = message_of(news)
     return json.dumps([stored.model_dump(mode="json"), record.model_dump(mode="json"), message.text, message.blocks])
 
 

@@ -1,0 +1,5 @@
+"""A sink for webhooks, Microsoft Teams and GitHub's commit statuses."""
+
+from .emulator import ChannelSink
+
+__all__ = ["ChannelSink"]

@@ -1,0 +1,166 @@
+"""What messages say: at most ten lines in every state, and the lines that people need."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dropforge.base.errors import ErrorClass
+from dropforge.run.record import Attempt, Endpoint, Notice, Parity, RunError, RunState, Transition
+from dropforge.tell.news import MAX_LINE, MAX_LINES, MAX_TITLE, News, notice_news, state_news
+from dropforge.tell.slack import message_of
+from dropforge_local.emulators.slack.rules import check_payload
+
+from ..deployments import SETTINGS, settings_with
+from .stories import NOW, news_of, record_of, spec_of
+
+TOLD = (
+    RunState.ACCEPTED,
+    RunState.REJECTED,
+    RunState.TRAINING,
+    RunState.SUCCEEDED,
+    RunState.FAILED,
+    RunState.CANCELLED,
+)
+texts = st.text(max_size=30).map(lambda text: text * 200) | st.sampled_from(["\n" * 5000, "\x1b[2J\r\n\u202e" * 900])
+
+
+def shown(news: News) -> list[str]:
+    return list(map(str, news.lines))
+
+
+def lines_of_slack(news: News) -> int:
+    blocks = message_of(news).blocks
+    parts = [part for block in blocks for part in [block.get("text"), *block.get("elements", ())] if part]
+    return sum(len(part["text"].splitlines()) for part in parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(state=st.sampled_from(TOLD), foreign=texts, number=st.floats(allow_nan=False, allow_infinity=False))
+def test_no_message_has_more_than_ten_lines(state: RunState, foreign: str, number: float) -> None:
+    """The largest record in each state, with foreign texts and numbers."""
+    attempt = Attempt(
+        number=50, placement=0, region="northamerica-northeast1", started=NOW, deadline=NOW, usd_per_hour=1e9
+    )
+    endpoint = Endpoint(
+        url="https://" + "x" * 300, model="n" * 40, service="s", region="us-central1", ready=NOW,
+        expires=NOW + timedelta(days=9999), limit="max_cost_usd",
+    )  # fmt: skip
+    metrics: dict[str, float | None] = {}
+    for index in range(100):
+        metrics |= {f"{foreign[:50]}{index}": number, f"{foreign[:50]}{index}_before": number}
+    record = record_of(
+        state, name=foreign, source=foreign, attempts=[attempt] * 50, endpoint=endpoint, metrics=metrics,
+        parity=Parity(state="unsealed", reason=foreign),
+        error=RunError(error_class=ErrorClass.OUT_OF_MEMORY, message=foreign, hint=foreign),
+        problems=[{"pointer": foreign, "message": foreign, "found": foreign, "expected": foreign}] * 100,
+    )  # fmt: skip
+    news = state_news(record, spec_of(), settings_with(console_url="https://console.example/" + "y" * 200), NOW)
+    assert news
+    assert len(news.title) <= MAX_TITLE
+    assert all(len(line.text) <= MAX_LINE and line.text.isprintable() for line in news.lines)
+    assert len(news.lines) + 2 <= MAX_LINES
+    assert lines_of_slack(news) <= MAX_LINES
+    check_payload({"text": "x", "blocks": message_of(news).blocks})
+
+
+def test_success_shows_before_and_after_cost_time_address_and_a_call() -> None:
+    trained = Attempt(
+        number=1, placement=0, region="us-central1", started=NOW - timedelta(hours=1), deadline=NOW, usd_per_hour=2,
+        running=NOW - timedelta(hours=1), ended=NOW,
+    )  # fmt: skip
+    endpoint = Endpoint(
+        url="https://df-x.run.app", model="demo", service="s", region="us-central1", ready=NOW,
+        expires=NOW + timedelta(hours=10),
+    )  # fmt: skip
+    states = [(RunState.ACCEPTED, 90), (RunState.TRAINING, 60), (RunState.DEPLOYING, 10), (RunState.SUCCEEDED, 0)]
+    history = [Transition(state=state, time=NOW - timedelta(minutes=ago), attempt=1) for state, ago in states]
+    raw = dict.fromkeys(["tokens_per_second", "tokens", "steps", "train_seconds", "batch"], 4.0)
+    metrics: dict[str, float | None] = {**raw, "exact_match": 1.0, "exact_match_before": 0.0, "loss": 0.41234}
+    metrics |= {"loss_before": 2.31, "rows_eval": 150, "train_loss": 0.3}
+    news = news_of(
+        RunState.SUCCEEDED, spec_of(), history=history, attempts=[trained], endpoint=endpoint, metrics=metrics,
+        serving_usd_per_hour=1.0, parity=Parity(state="sealed"),
+    )  # fmt: skip
+    assert shown(news) == [
+        "result: exact match 0 → 1 · loss 2.31 → 0.4123 · 150 held-out rows",
+        "cost: training $2.00, endpoint at most $10.17 until it ends at 2026-11-20 10:00 UTC",
+        "time: 1 h 30 min in all, 50 min of it training",
+        "endpoint: https://df-x.run.app/v1 until 2026-11-20 10:00 UTC; parity sealed",
+        'call: curl https://df-x.run.app/v1/chat/completions -H "Authorization: Bearer '
+        "$(gcloud auth print-identity-token)\" -H 'Content-Type: application/json' -d "
+        '\'{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}\'',
+        f"more: dropforge logs {news.event.run}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("secret", "token"), [("key", "$(gcloud secrets versions access latest --secret=key)"), ("", "")]
+)
+def test_the_call_of_a_private_endpoint_reads_the_key_of_the_deployment(secret: str, token: str) -> None:
+    endpoint = Endpoint(
+        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=NOW, expires=NOW
+    )
+    record = record_of(RunState.SUCCEEDED, endpoint=endpoint)
+    spec = spec_of(serve={"type": "gke", "price_usd_per_hour": 10})
+    news = state_news(record, spec, settings_with(endpoint_key_secret=secret), NOW)
+    assert news
+    [call] = [line.text for line in news.lines if line.is_code]
+    assert (token in call, "Authorization" in call) == (True, bool(secret))
+
+
+def test_a_failure_says_class_message_hint_and_what_to_do_next() -> None:
+    error = RunError(error_class=ErrorClass.STOCKOUT, message="no more\ncapacity", hint="add placements")
+    assert shown(news_of(RunState.FAILED, error=error)) == [
+        "stockout: no more capacity",
+        "hint: add placements",
+        "next: add placements in other regions, then submit the spec again",
+        "cost: training $0.00",
+        "more: dropforge logs job-0123456789ab",
+    ]
+
+
+@pytest.mark.parametrize("error_class", list(ErrorClass))
+def test_each_class_of_failure_says_what_to_do_next(error_class: ErrorClass) -> None:
+    news = news_of(RunState.FAILED, error=RunError(error_class=error_class, message="m"))
+    assert [line.text for line in news.lines if line.label == "next"] != [""]
+    assert news.error_class is error_class
+
+
+def test_a_rejection_shows_five_problems_and_where_the_others_are() -> None:
+    problems: list[dict[str, Any]] = [{"pointer": f"/{i}", "message": "wrong", "found": "x"} for i in range(7)]
+    lines = shown(news_of(RunState.REJECTED, problems=problems))
+    assert lines[0] == "/0: wrong; found x"
+    assert lines[5:] == ["and 2 more problems", "details: gs://x/runs/job-0123456789ab/errors.json"]
+
+
+def test_a_message_links_the_run_in_the_console_if_there_is_one() -> None:
+    record = record_of(RunState.CANCELLED)
+    news = state_news(record, None, settings_with(console_url="https://console.example/"), NOW)
+    assert news
+    assert news.link == "https://console.example/runs/job-0123456789ab"
+    assert f"<{news.link}|{news.link}>" in json.dumps(message_of(news).blocks)
+
+
+def test_a_state_without_a_message_has_none() -> None:
+    assert state_news(record_of(RunState.DEPLOYING), None, SETTINGS, NOW) is None
+
+
+def test_a_notice_is_one_line() -> None:
+    news = notice_news(record_of(RunState.TRAINING), Notice("budget-50", "has used 50 %", "a\nb"), SETTINGS, NOW)
+    assert (news.title, shown(news), news.event.id) == (
+        "n has used 50 %",
+        ["a b"],
+        f"{news.event.run}/notice/budget-50",
+    )
+
+
+def test_a_number_that_is_huge_stays_short() -> None:
+    metrics: dict[str, float | None] = {"loss": 1e300, "loss_before": -math.pi}
+    assert shown(news_of(RunState.SUCCEEDED, metrics=metrics))[0] == "result: loss -3.142 → 1e+300"
