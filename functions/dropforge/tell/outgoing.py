@@ -78,10 +78,10 @@ def dialled(server: Server, limit: float = LIMIT_SECONDS) -> Iterator[socket.soc
 
 def tls_context() -> ssl.SSLContext:
     """Trusts the authorities of the system, and those of requests: the functions' image may have none."""
-    from requests.certs import where
+    from requests.utils import DEFAULT_CA_BUNDLE_PATH
 
     context = ssl.create_default_context()
-    context.load_verify_locations(where())
+    context.load_verify_locations(DEFAULT_CA_BUNDLE_PATH)
     return context
 
 
