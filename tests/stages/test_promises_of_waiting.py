@@ -581,7 +581,7 @@ def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expir
         expires.append(deployment.expires)
         return Waits("the machine loads the model")
 
-    place.platform.deploy = note  # type: ignore[method-assign]
+    place.platform.deploy = note  # type: ignore[assignment,method-assign]
     deploy(place.context, RUN, ME)
     record = place.record
     assert expires == [kept_until(record, place.store.spec(RUN))]
