@@ -290,18 +290,6 @@ def _valid_spec_rejected_before_its_withdrawal(story: Story) -> None:
     story.add("withdrawn", run=RUN, how="deleted")
 
 
-def _trains_and_waits(story: Story) -> None:
-    story.change(attempts=[story.record["attempts"][0] | {"wait_reason": "no quota"}], state="TRAINING")
-
-
-def _ready_and_waits(story: Story) -> None:
-    story.change(endpoint_wait_reason="no GPU")
-
-
-def _cancelled_by_nobody(story: Story) -> None:
-    story.change(attempts=[story.record["attempts"][0] | {"cancelled": True}])
-
-
 def _run_without_end(story: Story) -> None:
     story.facts = story.facts[: _index(story, "execution_ended") - 3]
 
@@ -587,9 +575,6 @@ def _function_answers_400(story: Story) -> None:
 
 
 MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
-    ("reasons_are_true", stuck, _trains_and_waits),
-    ("reasons_are_true", served, _ready_and_waits),
-    ("reasons_are_true", served, _cancelled_by_nobody),
     ("one_run", served, _record_created_twice),
     ("one_run", served, _run_lost),
     ("one_run", served, _run_without_spec),

@@ -13,7 +13,7 @@ from dropforge_local.chaos import outcomes
 from dropforge_local.chaos.checker import check
 from dropforge_local.chaos.history import Fact
 
-from .test_checker import SPEC, Story, cancelled, served, stopped
+from .test_checker import SPEC, Story, cancelled, served, stopped, stuck
 
 
 def _no_manifest(story: Story) -> None:
@@ -115,6 +115,18 @@ def _no_capacity_while_it_runs(story: Story) -> None:
         attempt["ended"] = attempt["ended"] and _iso(_first(story, "running").time + 300)
 
 
+def _trains_and_waits(story: Story) -> None:
+    story.change(attempts=[story.record["attempts"][0] | {"wait_reason": "no quota"}], state="TRAINING")
+
+
+def _ready_and_waits(story: Story) -> None:
+    story.change(endpoint_wait_reason="no GPU")
+
+
+def _cancelled_by_nobody(story: Story) -> None:
+    story.change(attempts=[story.record["attempts"][0] | {"cancelled": True}])
+
+
 def _record_written_for_another_run(story: Story) -> None:
     _call_for_another_run(story)
     _write_of(story, "record.json").data["by"] = "notify-1"
@@ -152,6 +164,9 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("cost_is_true", served, _charged_too_much),
     ("waits_are_true", stopped, _waiting_while_it_runs),
     ("waits_are_true", stopped, _no_capacity_while_it_runs),
+    ("reasons_are_true", stuck, _trains_and_waits),
+    ("reasons_are_true", served, _ready_and_waits),
+    ("reasons_are_true", served, _cancelled_by_nobody),
     ("touches_its_own", served, _record_written_for_another_run),
     ("touches_its_own", served, _machine_deleted_for_another_run),
     ("sweeps_end", served, _sweep_that_never_ends),

@@ -90,6 +90,33 @@ def test_a_run_that_waits_for_a_place_says_which_and_each_change_once(deployed: 
     assert "waits" not in deployed.run("status", RUN).output
 
 
+def test_an_attempt_and_an_endpoint_that_wait_say_why(deployed: Deployed) -> None:
+    quota = "Waiting for nvidia-l4 quota in us-central1: 3 of 3 in use."
+    deployed.record(RUN, RunState.PROVISIONING, attempts=[attempt(ended=None)])
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=200))
+    for reason in (quota, quota, ""):
+        record = deployed.store.update(RUN, partial(Record.with_wait_reason, attempt=1, reason=reason))
+        display.show(Snapshot(record))
+        assert (quota in deployed.run("status", RUN).output) is bool(reason)
+        assert (quota in _printed(render(Snapshot(record), CREATED))) is bool(reason)
+    assert [line.split(" s  ")[1] for line in out.getvalue().splitlines() if quota in line] == [
+        f"waits to train: {quota}"
+    ]
+    advance(deployed.store, RunState.TRAINING, 60)
+    advance(deployed.store, RunState.DEPLOYING, 90)
+    deployed.store.update(RUN, lambda latest: latest.with_endpoint_wait_reason("pod x waits: ContainerCreating"))
+    assert "the endpoint is not ready: pod x waits: ContainerCreating" in deployed.run("status", RUN).output
+
+
+def test_a_cancelled_attempt_did_not_end_with_success(deployed: Deployed) -> None:
+    stopped = attempt().model_copy(update={"error": None, "cancelled": True, "ended": CREATED})
+    deployed.record(RUN, RunState.CANCELLED, attempts=[stopped])
+    shown = deployed.run("status", RUN).output
+    assert "cancelled" in shown
+    assert "success" not in shown
+
+
 def _printed(what: object) -> str:
     out = io.StringIO()
     Console(file=out, width=200).print(what)

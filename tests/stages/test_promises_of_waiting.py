@@ -575,7 +575,12 @@ def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expir
     """A TPU VM got its label when it was created to train: it ends with the time for training and serving."""
     place = Place(spec=ON_THE_MACHINE, attempts=[running(left=-5)])
     expires: list[Any] = []
-    place.platform.deploy = lambda _, deployment: (expires.append(deployment.expires), Waits(""))[1]  # type: ignore[assignment,method-assign]
+
+    def note(_: Any, deployment: Any) -> Waits:
+        expires.append(deployment.expires)
+        return Waits("the machine loads the model")
+
+    place.platform.deploy = note  # type: ignore[assignment,method-assign]
     deploy(place.context, RUN, ME)
     record = place.record
     assert expires == [kept_until(record, place.store.spec(RUN))]

@@ -415,8 +415,9 @@ class Record(Stored):
     def with_wait_reason(self, attempt: int, reason: str) -> Record:
         """This record with why an attempt does not run yet ("": it runs); the same record if it has the reason."""
         kept = cut(reason, MAX_REASON)
-        waiting = [a for a in self.attempts if a.number == attempt and a.ended is None and a.wait_reason != kept]
-        if not waiting or (kept and self.state is not RunState.PROVISIONING):  # the call is late
+        changes = [a for a in self.attempts if a.number == attempt and a.wait_reason != kept]
+        is_late = bool(kept) and (self.state is not RunState.PROVISIONING or any(a.ended for a in changes))
+        if not changes or is_late:
             return self
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"wait_reason": kept}))
 

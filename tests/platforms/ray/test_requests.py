@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.settings import Settings
+from dropforge.cloud import kubernetes as api_of_clusters
 from dropforge.platforms.ray.catalog import GKE_TPUS, TpuSlice, tpu_slice
 from dropforge.platforms.ray.requests import ray_job_manifest, requests, storage_class_manifest
 from dropforge.platforms.ray.status import status_of_ray_job
@@ -20,7 +22,7 @@ from dropforge.platforms.ray.train import RayJobs
 from dropforge.platforms.training import Launch, Phase, run_labels
 from dropforge.spec import JobSpec, parse_spec
 
-from ...deployments import settings_with
+from ...deployments import cloud_with, settings_with
 from ...schemas import kuberay, kubernetes
 
 ROOT = Path(__file__).parents[3]
@@ -317,3 +319,29 @@ def test_every_slice_has_a_name_in_the_price_list() -> None:
         topology = known.topologies[0] if known.topologies else "2x2x1"
         target = {"accelerator": accelerator, "topology": topology, "price_usd_per_hour": None}
         assert RayJobs().price(spec(**target), 0).usd_per_hour is None
+
+
+def pod(node: str, phase: str, waiting: str) -> dict[str, Any]:
+    state = {"name": "ray-worker", "image": "i", "state": {"waiting": {"reason": waiting}}}
+    return {
+        "metadata": {"name": "worker-0", "uid": "u", "labels": {"ray.io/node-type": "worker"}},
+        "spec": {"nodeName": node} if node else {},
+        "status": {"phase": phase, "containerStatuses": [state]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("pods", "reason"),
+    [
+        ([], "RayJob j is Initializing"),
+        ([pod("n", "Pending", "ContainerCreating")], "worker-0 is on a node: container ray-worker waits: Container"),
+    ],
+)
+def test_a_rayjob_that_waits_says_what_its_pods_do(
+    pods: list[Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = job("Initializing", rayClusterName="c")
+    api = SimpleNamespace(get=lambda _: manifest, find=lambda _, kind, **__: pods if kind == "pods" else [])
+    monkeypatch.setattr(api_of_clusters, "find_cluster", lambda *_: SimpleNamespace(status=None))
+    monkeypatch.setattr(api_of_clusters, "connect", lambda *_: api)
+    assert reason in RayJobs().inspect(cloud_with(), launch()).wait_reason

@@ -220,3 +220,11 @@ def test_the_sweep_sees_training_and_serving_machines(monkeypatch: pytest.Monkey
     cloud = cloud_with()
     assert list(TpuVms().listed(cloud)) == [training]
     assert list(TpuVmServer().listed(cloud)) == [serving]
+
+
+def test_a_machine_in_the_queue_says_its_state_and_what_it_means() -> None:
+    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600)
+    waiting = status_of(queued("WAITING_FOR_RESOURCES"), None, machine(attempt)).wait_reason
+    assert waiting == "the queued resource is WAITING_FOR_RESOURCES: Cloud TPU has no capacity for it yet"
+    assert status_of_node(node("CREATING"), NAME).wait_reason == "the node is being created"
+    assert status_of_node(node("READY"), NAME).wait_reason == ""
