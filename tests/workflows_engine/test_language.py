@@ -708,6 +708,7 @@ def test_a_lone_surrogate_is_refused_as_a_result(value: Any) -> None:
     done = simulate("main:\n  params: [args]\n  steps: [{back: {return: '${args}'}}]\n", value)
     assert done.error["tags"] == ["ValueError"]
     assert "the workflow's result: lone surrogate U+D" in done.error["message"]
+    assert done.record.error is not None
     assert 'in step "back"' in done.record.error["context"]
 
 

@@ -107,7 +107,9 @@ class EffectTasks:
         id_, thread, seq = key
         try:
             await self._secure(id_, wait)
-            execution = self._core.store.execution_name(id_).rsplit("/", 1)[-1]  # row ids repeat in another database
+            active = self._machines.in_memory(id_)
+            name = active.name if active is not None else self._core.store.execution_name(id_)
+            execution = name.rsplit("/", 1)[-1]  # its UUID: row ids repeat in another database
             value = await self.performer.perform(wait, f"{execution}-{thread}-{seq}")
         except WorkflowError as error:
             self._log_call(id_, wait, error)

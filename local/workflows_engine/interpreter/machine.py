@@ -69,7 +69,7 @@ class Machine:
         self._threads: dict[int, Thread] = {}
         self._ready: deque[int] = deque()
         self._next_thread = 0
-        self._room = 0  # bytes that assignments may add before the variables are counted again
+        self.room = 0  # bytes that assignments may add before the variables are counted again
         self._last_steps: list[dict[str, str]] = []
         self._current_events: list[Any] = []
 
@@ -105,7 +105,7 @@ class Machine:
                 self._ready.remove(thread.id)
         if self.outcome is None:
             try:
-                self._count_variables()
+                self.count_variables()
             except WorkflowError as error:
                 self.fail(error)
 
@@ -202,8 +202,8 @@ class Machine:
                 raise system_error("RecursionError", f"call stack depth limit exceeded: {self.limits.call_depth}")
             thread.frames.append(Frame(signal.code, signal.slots))
             events += (PUSH, self.now())
-            for _, slot, _ in signal.code.parameters:
-                self.hold(signal.slots[slot])
+            if self.room < 0:
+                self.count_variables()
             return True
         if type(signal) is ReturnSignal:
             return self._return(thread, signal.value, events)
@@ -215,7 +215,7 @@ class Machine:
 
     def _return(self, thread: Thread, value: Value, events: list[Any]) -> bool:
         if len(thread.frames) == 1:
-            self._count_variables()
+            self.count_variables()
             events += (ENDED, self.now())
             self._end_thread(thread, value)
             return False
@@ -447,16 +447,9 @@ class Machine:
 
     # Memory
 
-    def hold(self, value: Value) -> None:
-        """Count a value that a variable has now. Raises ResourceLimitError if all variables are over the limit.
-
-        The value adds its own size at most, so the variables are counted only when such sums use the room up.
-        """
-        self._room -= self.sizer.size(value)
-        if self._room < 0:
-            self._count_variables()
-
-    def _count_variables(self) -> None:
+    def count_variables(self) -> None:
+        """Raise ResourceLimitError if all variables are over the limit. Else they may grow by `room` until the next
+        count: each assigned value takes its own size from it, at most 4 bytes a character."""
         total = 0
         size = self.sizer.size
         try:
@@ -469,7 +462,7 @@ class Machine:
             raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}") from error
         if total > self.limits.variables_bytes:
             raise memory_error(total, self.limits.variables_bytes)
-        self._room = self.limits.variables_bytes - total
+        self.room = self.limits.variables_bytes - total
 
     # Snapshots
 

@@ -66,14 +66,18 @@ class ExpressionCompiler:
         program = self._program
 
         def check(value: Value) -> None:
-            assert program.runtime is not None
-            program.runtime.sizer.check(value)
+            runtime = program.runtime
+            assert runtime is not None
+            runtime.sizer.check(value)
+            runtime.room -= 8 + 4 * len(value) if value.__class__ is str else runtime.sizer.size(value)
 
-        def hold(value: Value) -> None:
-            assert program.runtime is not None
-            program.runtime.hold(value)
+        def settle() -> None:
+            runtime = program.runtime
+            assert runtime is not None
+            if runtime.room < 0:
+                runtime.count_variables()
 
-        return ops.Memory(check, hold)
+        return ops.Memory(check, settle)
 
     def evaluate(self, node: Node, place: Place) -> Evaluate:
         """A function from the frame's slots to the value of a node. Emits the calls that it hoists."""

@@ -65,25 +65,25 @@ def with_change(owner: Value, path: list[Value], at: int, value: Value) -> Value
 
 @dataclass(frozen=True)
 class Memory:
-    """The limits of memory: `check` refuses a value by itself, `hold` the sum of all variables.
+    """The limits of memory: `check` refuses a value by itself, `settle` the sum of all variables.
 
-    `hold` is called after the assignment, because the variable's old value counts no longer.
+    `settle` is called after the assignment, because the variable's old value counts no longer.
     """
 
     check: Callable[[Value], None]
-    hold: Callable[[Value], None]
+    settle: Callable[[], None]
 
 
 def assign_op(setters: list[Setter], memory: Memory, to: int) -> Op:
     if len(setters) == 1 and setters[0].depth == 0 and not setters[0].path:
-        slot, evaluate, check, hold = setters[0].slot, setters[0].value, memory.check, memory.hold
+        slot, evaluate, check, settle = setters[0].slot, setters[0].value, memory.check, memory.settle
 
         def assign_local(slots: Slots) -> int:
             value = evaluate(slots)
             if needs_check(value):
                 check(value)
                 slots[slot] = value
-                hold(value)
+                settle()
             else:
                 slots[slot] = value
             return to
@@ -106,10 +106,8 @@ def put_checked(setter: Setter, slots: Slots, value: Value, memory: Memory) -> N
         home = slots
         for _ in range(setter.depth):
             home = home[0]
-        value = home[setter.slot]
-        memory.check(value)
-    if needs_check(value):
-        memory.hold(value)
+        memory.check(home[setter.slot])
+    memory.settle()
 
 
 def result_setter(setter: Setter, memory: Memory, to: int) -> Resume:

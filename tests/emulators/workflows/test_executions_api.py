@@ -225,7 +225,7 @@ def test_a_service_account_belongs_to_a_revision(
     assert changed.revision_id.startswith("000002-")
     assert workflows.update_workflow(request=update, retry=None).result().revision_id == changed.revision_id
     old = workflows.get_workflow(request={"name": made.name, "revision_id": made.revision_id}, retry=None)
-    assert (old.service_account, changed.service_account) == ("", update["workflow"]["service_account"])  # type: ignore[index]
+    assert (old.service_account, changed.service_account) == ("", update["workflow"]["service_account"])
     assert (
         json.loads(finished(executions, executions.create_execution(parent=made.name, retry=None).name).result) == email
     )
