@@ -17,13 +17,14 @@ from dropforge_local.iam.policy import current
 
 from ..kit.background import stop_all
 from . import discovery
+from .applying import apply
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .kubelet.logs import LogRequest
 from .objects import Objects, strict_error
-from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
+from .patches import APPLY_PATCH, JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
 from .permissions import refusal
-from .refusals import Refusal
+from .refusals import Refusal, bad_request, not_emulated
 from .selectors import parse_selector
 from .shared import Shared
 from .store import Object
@@ -113,11 +114,11 @@ class ApiServer:
         await self._faults.suffer(rule, after_effect=True)
         return answer
 
-    def _check_permission(self, call: Call) -> None:
+    def _check_permission(self, call: Call, verb: str = "") -> None:
         """Refuse what neither IAM nor a Role of this cluster grants to the account of this request."""
         if (account := current.get()) is not None:
             cluster, has_roles = self._store.cluster, self._store.cluster in self._shared.standing
-            if reason := refusal(account, cluster, call.target, call.verb, has_roles=has_roles):
+            if reason := refusal(account, cluster, call.target, verb or call.verb, has_roles=has_roles):
                 raise Refusal(403, reason)
 
     def _act(self, call: Call, data: bytes) -> web.Response:
@@ -177,11 +178,11 @@ class ApiServer:
         if target.subresource == "finalize":
             return call.respond(self._finalize(call, item))
         status = target.subresource == "status"
-        return call.respond(
-            self._write(
-                call, lambda: self._objects.update(target.kind, target.namespace, target.name, item, status=status)
-            )
-        )
+
+        def work() -> Object:
+            return self._objects.update(*call.key, item, status=status, manager=call.manager)
+
+        return call.respond(self._write(call, work))
 
     def _finalize(self, call: Call, item: Object) -> Object:
         """Change a namespace's finalizers: they are in the spec, and only this subresource changes them."""
@@ -196,6 +197,8 @@ class ApiServer:
 
     def _patch(self, call: Call, data: bytes) -> web.Response:
         target, patch = call.target, parse_body(data, call.content_type)
+        if call.content_type == APPLY_PATCH:
+            return self._apply(call, patch)
 
         def work() -> Object:
             current = self._objects.read(*call.key)
@@ -203,11 +206,33 @@ class ApiServer:
             if call.content_type != JSON_PATCH and not _names_version(patch):
                 patched = _without_version(patched)
             item = self._parse(call, patched)
-            return self._objects.update(
-                target.kind, target.namespace, target.name, item, status=target.subresource == "status"
-            )
+            status = target.subresource == "status"
+            return self._objects.update(*call.key, item, status=status, manager=call.manager)
 
         return call.respond(self._write(call, work))
+
+    def _apply(self, call: Call, config: Any) -> web.Response:
+        """Server-side apply, which creates an object that does not exist."""
+        target = call.target
+        if target.subresource:
+            raise not_emulated(f"server-side apply of {target.subresource}")
+        manager, force = call.query.get("fieldManager", ""), flag(call.query, "force")
+        current = self._store.find(*call.key)
+        if current is None:
+            self._check_permission(call, "create")
+
+        def work() -> Object:
+            applied, owners = apply(target.kind, current, config, manager, force=force)
+            if not _names_version(config):
+                applied = _without_version(applied)
+            item = self._parse(call, applied)
+            if item["metadata"].get("name", "") != target.name:
+                raise bad_request(f"metadata.name is {item['metadata'].get('name')!r}; expected {target.name!r}")
+            if current is None:
+                return self._objects.create(target.kind, target.namespace, item, owners)
+            return self._objects.update(*call.key, item, owners=owners)
+
+        return call.respond(self._write(call, work), 200 if current else 201)
 
     def _delete(self, call: Call, data: bytes) -> web.Response:
         target = call.target
@@ -259,7 +284,7 @@ class ApiServer:
             item["metadata"]["resourceVersion"] = version or item["metadata"]["resourceVersion"]
             item["spec"]["replicas"] = replicas
             parsed, _ = self._objects.parse(target.kind, item)
-            return _scale_of(self._objects.update(target.kind, target.namespace, target.name, parsed))
+            return _scale_of(self._objects.update(*call.key, parsed, manager=call.manager))
 
         return call.respond(self._write(call, work))
 
@@ -296,6 +321,11 @@ class Call:
     @property
     def key(self) -> tuple[Kind, str, str]:
         return self.target.kind, self.target.namespace, self.target.name
+
+    @property
+    def manager(self) -> str:
+        """Who writes: the query says so, or the first word of the client's name."""
+        return self.query.get("fieldManager") or self.request.headers.get("User-Agent", "").partition("/")[0]
 
     @property
     def scope(self) -> Scope:
