@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -49,7 +50,7 @@ def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
     answer = b'{"choices": [{"finish_reason": "stop"}]}'
 
     async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}]}")
+        await reader.readuntil(b'"inner"}')
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer))
         writer.write(answer)
         with suppress(asyncio.IncompleteReadError):
@@ -67,3 +68,28 @@ def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
                 return [(await client.post(route, json=body)).status for _ in range(2)]
 
     assert asyncio.run(ask()) == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"stop": ["x"], "stream": True}, "stop"),
+        ({"max_completion_tokens": 9}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
+    ],
+)
+def test_the_stand_in_refuses_what_its_engine_cannot_do(wrong: dict[str, Any], field: str) -> None:
+    async def ask() -> tuple[int, dict[str, Any]]:
+        gate = Gate("http://127.0.0.1:9", "inner", "served", 8, 1, lambda body: 1, is_standin=True)
+        gate.ready.set()
+        async with TestClient(TestServer(gate.application())) as client:
+            body = {"model": "served", "messages": [{"role": "user", "content": "?"}], **wrong}
+            answer = await client.post("/v1/chat/completions", json=body)
+            return answer.status, (await answer.json())["error"]
+
+    status, error = asyncio.run(ask())
+    assert (status, error["type"], error["param"]) == (400, "BadRequestError", field)
