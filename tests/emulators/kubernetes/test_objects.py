@@ -344,7 +344,7 @@ def test_patch_formats(kube: Kube) -> None:
     assert [variable["name"] for variable in merged["spec"]["template"]["spec"]["containers"][0]["env"]] == ["A", "B"]
     code, body, _ = kube.call("PATCH", path, env, "application/merge-patch+json")
     assert (code, causes(body)) == (422, ["spec.template.spec.containers[0].image"])
-    assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 501
+    assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 422  # without a field manager
     assert kube.call("PATCH", path, env, "application/json")[0] == 415
     assert (
         kube.call("PATCH", path, [{"op": "test", "path": "/spec/replicas", "value": 9}], "application/json-patch+json")[
@@ -614,3 +614,24 @@ def test_discovery_lists_the_served_resources(kube: Kube) -> None:
     resources = {resource.name for resource in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]
+
+
+@pytest.mark.parametrize("form", ["PartialObjectMetadata", "PartialObjectMetadataList"])
+def test_clients_may_ask_for_metadata_alone(kube: Kube, form: str) -> None:
+    kube.core.create_namespaced_config_map(kube.namespace, {"metadata": {"name": "a"}, "data": {"big": "x" * 1000}})
+    accept = f"application/json;as={form};g=meta.k8s.io;v=v1"
+    path = f"/api/v1/namespaces/{kube.namespace}/configmaps"
+    code, item, _ = kube.call("GET", f"{path}/a", accept=accept)
+    assert (code, item["kind"], item["apiVersion"]) == (200, "PartialObjectMetadata", "meta.k8s.io/v1")
+    assert (item["metadata"]["name"], item.keys()) == ("a", {"kind", "apiVersion", "metadata"})
+    listed = kube.call("GET", path, accept=accept)[1]
+    assert (listed["kind"], listed["items"]) == ("PartialObjectMetadataList", [item])
+    watched = kube.call("GET", f"{path}?watch=true&timeoutSeconds=1", accept=accept)[1]
+    assert watched["object"]["kind"] == "PartialObjectMetadata"
+
+
+@pytest.mark.parametrize("accept", ["application/vnd.kubernetes.protobuf", "text/html", "application/json;as=Drawing"])
+def test_an_answer_that_the_client_does_not_accept_is_refused(kube: Kube, accept: str) -> None:
+    code, status, _ = kube.call("GET", "/api/v1/namespaces", accept=accept)
+    assert (code, status["reason"]) == (406, "NotAcceptable")
+    assert kube.call("GET", "/api/v1/namespaces", accept=f"{accept}, application/json")[0] == 200

@@ -28,12 +28,13 @@ from .refusals import Refusal, bad_request, not_emulated
 from .selectors import parse_selector
 from .shared import Shared
 from .store import Object
-from .tables import render_table
+from .tables import TABLE, accepted, render_metadata, render_metadata_list, render_table
 from .watches import Page, Scope, read_page, watch
 
 log = logging.getLogger(__name__)
 
 RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE returns the object itself; for other kinds it returns a Status
+UNTYPED = ("log", "proxy")  # their answers are no objects of the API
 ORPHANS = (
     "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
     "set propagationPolicy=Orphan to suppress this warning"
@@ -315,8 +316,8 @@ class Call:
         self.content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         self.warnings: list[str] = []
         self._now = now
-        self._accept = request.headers.get("Accept", "")
         self.verb = self._verb()
+        self._form = "" if self.verb in UNTYPED else accepted(request.headers.get("Accept", ""))
 
     @property
     def key(self) -> tuple[Kind, str, str]:
@@ -336,10 +337,7 @@ class Call:
         return Scope(self.target.kind, self.target.namespace, selector)
 
     def respond(self, item: Object, status: int = 200) -> web.Response:
-        body: Any = item
-        if self._wants_table and item.get("kind") == self.target.kind.name:
-            version = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
-            body = render_table(self.target.kind, [item], self._now, version)
+        body = self._formed(item) if item.get("kind") == self.target.kind.name else item
         return web.json_response(body, status=status, headers=self._headers())
 
     def respond_list(self, page: Page) -> web.Response:
@@ -349,9 +347,11 @@ class Call:
             metadata["continue"] = page.following
             if page.remaining is not None:
                 metadata["remainingItemCount"] = page.remaining
-        if self._wants_table:
+        if self._form == TABLE:
             return web.json_response(render_table(kind, page.items, self._now, metadata))
         items = page.items
+        if self._form:
+            return web.json_response(render_metadata_list(items, metadata), headers=self._headers())
         if kind.schema:  # as in the real API, the items of a typed list do not repeat their type
             items = [{key: item[key] for key in item if key not in ("kind", "apiVersion")} for item in items]
         body = {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
@@ -359,10 +359,8 @@ class Call:
 
     async def lines(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         async for event in events:
-            if self._wants_table and event["type"] not in ("BOOKMARK", "ERROR"):
-                item = event["object"]
-                version = {"resourceVersion": item["metadata"]["resourceVersion"]}
-                event = {**event, "object": render_table(self.target.kind, [item], self._now, version)}
+            if event["type"] not in ("BOOKMARK", "ERROR"):
+                event = {**event, "object": self._formed(event["object"])}
             yield json.dumps(event).encode() + b"\n"
 
     async def stream(self, chunks: AsyncIterator[bytes], content_type: str) -> web.StreamResponse:
@@ -386,9 +384,12 @@ class Call:
             first.cancel()
         return response
 
-    @property
-    def _wants_table(self) -> bool:
-        return "as=Table" in self._accept
+    def _formed(self, item: Object) -> Object:
+        """An object in the form that the client accepts."""
+        if self._form == TABLE:
+            version = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
+            return render_table(self.target.kind, [item], self._now, version)
+        return render_metadata(item) if self._form else item
 
     def _verb(self) -> str:
         if self.target.subresource in ("log", "proxy"):
