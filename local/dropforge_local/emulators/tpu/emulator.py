@@ -84,7 +84,7 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
         handlers = Guarded(Faulty(self, self._context.faults), NEEDS, FURTHER)
         self._services = (
             rpc.Service("google.cloud.tpu.v2.Tpu", METHODS, handlers),
-            rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers),
+            rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers, shared=True),
             rpc.Service("google.cloud.location.Locations", LOCATION_METHODS, handlers),
         )
 
