@@ -136,7 +136,12 @@ class Stack:
         self.pubsub = PubSubEmulator(self.db, self.clock, token=token)
         self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
         self.storage = StorageEmulator(
-            self.db, self.state / "blobs", self.clock, on_change=self.eventarc.on_object_change, project=PROJECT
+            self.db,
+            self.state / "blobs",
+            self.clock,
+            on_change=self.eventarc.on_object_change,
+            project=PROJECT,
+            topics=self.pubsub,
         )
         self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
         self.slack = SlackSink(self.db, self.clock)

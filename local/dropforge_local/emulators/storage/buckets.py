@@ -86,6 +86,7 @@ class Buckets:
             if connection.execute(query, (name,)).fetchone():
                 raise StorageError(409, "conflict", f"The bucket you tried to delete is not empty: {name!r}.")
             connection.execute("DELETE FROM storage_buckets WHERE name = ?", (name,))
+            connection.execute("DELETE FROM storage_notifications WHERE bucket = ?", (name,))
 
     def policy(self, name: str) -> dict[str, Any]:
         """The IAM policy; `set_policy` compares its etag, so that a read-modify-write is safe."""

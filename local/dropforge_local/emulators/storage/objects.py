@@ -37,9 +37,7 @@ OnChange = Callable[[ObjectChange], None]
 class Objects:
     """All object versions. `on_change` is called inside the transaction that makes the change."""
 
-    def __init__(
-        self, db: Database, clock: Clock, buckets: Buckets, blobs: BlobStore, on_change: OnChange | None
-    ) -> None:
+    def __init__(self, db: Database, clock: Clock, buckets: Buckets, blobs: BlobStore, on_change: OnChange) -> None:
         self._db = db
         self._clock = clock
         self._buckets = buckets
@@ -89,14 +87,15 @@ class Objects:
         """Create a new live version. A large blob must be on disk; on an error the caller discards it."""
         with self._db.transaction():
             owner, live = self.check_create(bucket, name, preconditions)
+            generation = self._next_generation()
             if live:
-                self._retire(owner, live)
+                self._retire(owner, live, generation)
             now = rfc3339(self._clock.now())
-            stored = StoredObject(bucket, name, self._next_generation(), 1, True, content, attributes, now, now, None)
+            stored = StoredObject(bucket, name, generation, 1, True, content, attributes, now, now, None)
             self._insert(stored)
             if live:
                 self._drop_bytes(live)
-            self._report("finalized", stored)
+            self._report("finalized", stored, overwrote=live.generation if live else None)
         return stored
 
     def change(
@@ -152,24 +151,28 @@ class Objects:
         if not self._is_in_use(blob) and not self._blobs.remove_small(blob):
             self._db.after_commit(lambda: self.discard_blob(blob))
 
-    def _retire(self, owner: Bucket, live: StoredObject) -> None:
-        """Archive the live version in a bucket with versioning; delete it in any other bucket."""
+    def _retire(self, owner: Bucket, live: StoredObject, by: int | None = None) -> None:
+        """Archive the live version in a bucket with versioning; delete it in any other bucket.
+
+        `by` is the generation that overwrites it.
+        """
         if not owner.versioned:
-            self._erase(live)
+            self._erase(live, by)
             return
         archived = replace(live, live=False, deleted=rfc3339(self._clock.now()))
         self._db.connection.execute(
             "UPDATE storage_objects SET live = 0, deleted = ? WHERE bucket = ? AND name = ? AND generation = ?",
             (archived.deleted, live.bucket, live.name, live.generation),
         )
-        self._report("archived", archived)
+        self._report("archived", archived, overwritten_by=by)
 
-    def _erase(self, stored: StoredObject) -> None:
+    def _erase(self, stored: StoredObject, by: int | None = None) -> None:
         self._db.connection.execute(
             "DELETE FROM storage_objects WHERE bucket = ? AND name = ? AND generation = ?",
             (stored.bucket, stored.name, stored.generation),
         )
-        self._report("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
+        deleted = replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now()))
+        self._report("deleted", deleted, overwritten_by=by)
 
     def _insert(self, stored: StoredObject) -> None:
         content = stored.content
@@ -201,6 +204,5 @@ class Objects:
         generation: int = connection.execute("SELECT last FROM storage_generation").fetchone()[0]
         return generation
 
-    def _report(self, event: Event, stored: StoredObject) -> None:
-        if self._on_change:
-            self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL)))
+    def _report(self, event: Event, stored: StoredObject, **others: int | None) -> None:
+        self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL), **others))
