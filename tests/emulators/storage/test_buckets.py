@@ -73,7 +73,7 @@ def test_refused_fields(api: Api, resource: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "resource",
     [
-        {"retentionPolicy": {"retentionPeriod": "60"}},
+        {"objectRetention": {"mode": "Enabled"}},
         {"softDeletePolicy": {"retentionDurationSeconds": "604800"}},
         {"encryption": {"defaultKmsKeyName": "k"}},
         {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": False}}},

@@ -43,8 +43,8 @@ class StorageEmulator(PassiveEmulator):
 
     `on_change` is called inside the transaction that changes an object, so that its writes to the same database are
     committed with the change or not at all. The emulator stores lifecycle rules, CORS and IAM policies but does not
-    act on them. `topics` receive notifications. It answers 501 to folders, HMAC keys, holds and retention, encryption
-    keys and soft delete.
+    act on them. `topics` receive notifications. It answers 501 to folders, HMAC keys, encryption keys and
+    soft delete.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from .names import check_object_name
 from .permissions import require_bucket, require_object
 from .preconditions import Preconditions
 from .resources import PUBLIC_URL, object_json
+from .retention import after_change, check_removal, of_new_object
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS storage_objects (
@@ -77,6 +78,7 @@ class Objects:
             require_object("storage.objects.delete", bucket, name)
         if live:
             preconditions.check(live.generation, live.metageneration)
+            check_removal(owner, live, self._clock.now())
         else:
             preconditions.check_absent()
         return owner, live
@@ -90,7 +92,7 @@ class Objects:
             generation = self._next_generation()
             if live:
                 self._retire(owner, live, generation)
-            now = rfc3339(self._clock.now())
+            now, attributes = rfc3339(self._clock.now()), of_new_object(owner, attributes)
             stored = StoredObject(bucket, name, generation, 1, True, content, attributes, now, now, None)
             self._insert(stored)
             if live:
@@ -107,7 +109,7 @@ class Objects:
             stored = replace(
                 old,
                 metageneration=old.metageneration + 1,
-                attributes=edit(old.attributes),
+                attributes=after_change(edit(old.attributes), old.attributes, self._clock.now()),
                 updated=rfc3339(self._clock.now()),
             )
             attributes = json.dumps(stored.attributes)
@@ -122,9 +124,10 @@ class Objects:
     def delete(self, bucket: str, name: str, generation: int | None, preconditions: Preconditions) -> None:
         """Delete a generation permanently; without `generation`, the live version, which versioning archives."""
         with self._db.transaction():
-            stored = self.get(bucket, name, generation, preconditions)
+            stored, owner = self.get(bucket, name, generation, preconditions), self._buckets.get(bucket)
+            check_removal(owner, stored, self._clock.now())
             if generation is None:
-                self._retire(self._buckets.get(bucket), stored)
+                self._retire(owner, stored)
             else:
                 self._erase(stored)
             self._drop_bytes(stored)

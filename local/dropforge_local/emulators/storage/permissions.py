@@ -23,6 +23,7 @@ NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "BucketRoutes.get": (("storage.buckets.get", BUCKET),),
     "BucketRoutes.list": (("storage.buckets.list", PROJECT),),
     "BucketRoutes.patch": (("storage.buckets.update", BUCKET),),
+    "BucketRoutes.lock_retention_policy": (("storage.buckets.update", BUCKET),),
     "BucketRoutes.update": (("storage.buckets.update", BUCKET),),
     "BucketRoutes.delete": (("storage.buckets.delete", BUCKET),),
     "BucketRoutes.get_policy": (("storage.buckets.getIamPolicy", BUCKET),),
