@@ -96,12 +96,11 @@ def checked(route: type[Request], body: dict[str, Any], max_model_len: int, coun
 
     `count` counts the tokens of a body's prompt; it raises ValueError where the chat template refuses the messages.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    if refused := next((name for name in given if name in IGNORED and given[name] not in IGNORED[name]), ""):
+    if refused := refused_field(body):
         message = f"{refused} is {body[refused]!r:.80}: the engine `transformers` does not do that; vLLM does"
         raise BadRequest(message, refused)
     try:
-        values = route.model_validate(given).model_dump(exclude_none=True)
+        values = route.model_validate(_given(body)).model_dump(exclude_none=True)
     except ValidationError as error:
         raise _named(error) from None
     limit = values.pop("max_completion_tokens", None) or values.get("max_tokens")
@@ -113,6 +112,16 @@ def checked(route: type[Request], body: dict[str, Any], max_model_len: int, coun
     if len(bodies) > 1 and values.get("stream"):
         raise BadRequest("prompt has several prompts: the engine `transformers` streams one", "prompt")
     return [each | {"max_tokens": _limit(each, limit, max_model_len, count)} for each in bodies]
+
+
+def refused_field(body: dict[str, Any]) -> str:
+    """The first field that `transformers serve` would ignore; "" if there is none."""
+    wanted = {name: value for name, value in _given(body).items() if name in IGNORED}
+    return next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
+
+
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def cut(text: str, stop: str | list[str]) -> str:

@@ -262,7 +262,7 @@ def test_a_wrong_field_is_a_bad_request_and_harms_no_later_request(endpoint: End
 
 def test_a_message_may_be_a_list_of_texts(endpoint: Endpoint) -> None:
     prompt = endpoint.samples[0]["prompt"]
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in prompt]
+    parts: Any = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in prompt]
     answer = endpoint.openai.chat.completions.create(model="text-to-sql", messages=parts, max_tokens=40, temperature=0)
     assert (answer.choices[0].message.content or "").strip() == endpoint.samples[0]["after"]
 

@@ -163,11 +163,13 @@ def test_discovery_lists_the_kinds(kubectl: Kubectl) -> None:
 
 
 def test_secrets_services_and_everything_else(kubectl: Kubectl) -> None:
-    imperative = ("create", "secret", "generic", "hf-secret", "--from-literal=hf_api_token=x")
-    assert "--dry-run=client -o yaml | kubectl apply" in kubectl(*imperative, code=1)
-    for words in (imperative, ("create", "configmap", "conf", "--from-literal=a=b"), ("create", "sa", "trainer")):
-        made = yaml.safe_load(kubectl(*words, "--dry-run=client", "-o", "yaml"))
-        kubectl("apply", "-f", kubectl.file(made))
+    kubectl("create", "secret", "generic", "hf-secret", "--from-literal=hf_api_token=x")
+    kubectl("create", "configmap", "conf", "--from-literal=a=b")
+    kubectl("create", "sa", "trainer")
+    assert kubectl("get", "configmap", "conf", "-o", "jsonpath={.data.a}") == "b"
+    assert kubectl("get", "secret", "hf-secret", "-o", "jsonpath={.data.hf_api_token}") == "eA=="
+    job = ("create", "job", "j", "--image=i")
+    assert "--dry-run=client -o yaml | kubectl apply" in kubectl(*job, code=1)
     kubectl("apply", "-f", kubectl.file(make_deployment("d")))
     kubectl("expose", "deployment", "d", "--port=80", "--target-port=8000")
     assert "local.dropforge/urls" in kubectl("describe", "service", "d")
@@ -190,3 +192,8 @@ def test_hanging_pod_is_deleted_after_its_grace_time(kubectl: Kubectl) -> None:
     kubectl("wait", "--for=jsonpath={.status.phase}=Running", "pod/p", "--timeout=150s")
     kubectl("delete", "pod", "p", "--wait", "--timeout=150s")
     assert "not found" in kubectl("get", "pod", "p", code=1)
+
+
+def test_auth_can_i(kubectl: Kubectl) -> None:
+    assert kubectl("auth", "can-i", "create", "pods").strip() == "yes"
+    assert "*.*" in kubectl("auth", "can-i", "--list")

@@ -16,7 +16,7 @@ from dropforge_local.base.ports import HOST
 from dropforge_local.iam.policy import current
 
 from ..kit.background import stop_all
-from . import discovery
+from . import discovery, reviews
 from .applying import apply
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .kubelet.logs import LogRequest
@@ -102,6 +102,9 @@ class ApiServer:
         path = request.path.rstrip("/")
         if request.method == "GET" and (document := discovery.document(path)) is not None:
             return web.json_response(document)
+        if request.method == "POST" and (kind := reviews.PATHS.get(path)):
+            body = parse_body(await _read_body(request), content_type_of(request))
+            return web.json_response(reviews.review(kind, body, self._refuse()), status=201)
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._shared.host.clock.now())
         self._shared.note(request.headers, self._store.cluster, call.verb, call.target.resource)
@@ -117,10 +120,16 @@ class ApiServer:
 
     def _check_permission(self, call: Call, verb: str = "") -> None:
         """Refuse what neither IAM nor a Role of this cluster grants to the account of this request."""
-        if (account := current.get()) is not None:
-            cluster, has_roles = self._store.cluster, self._store.cluster in self._shared.standing
-            if reason := refusal(account, cluster, call.target, verb or call.verb, has_roles=has_roles):
-                raise Refusal(403, reason)
+        refuse = self._refuse()
+        if refuse is not None and (reason := refuse(call.target, verb or call.verb)):
+            raise Refusal(403, reason)
+
+    def _refuse(self) -> reviews.Refuse | None:
+        """Why the account of this request may not do something; None for the owner."""
+        if (account := current.get()) is None:
+            return None
+        has_roles = self._store.cluster in self._shared.standing
+        return partial(refusal, account, self._store.cluster, has_roles=has_roles)
 
     def _act(self, call: Call, data: bytes) -> web.Response:
         if call.verb == "list":
@@ -313,7 +322,7 @@ class Call:
         self.request = request
         self.target = target
         self.query = request.query
-        self.content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.content_type = content_type_of(request)
         self.warnings: list[str] = []
         self._now = now
         self.verb = self._verb()
@@ -414,6 +423,10 @@ class Call:
             return {}
         texts = [warning.replace("\\", "\\\\").replace('"', '\\"') for warning in self.warnings]
         return {"Warning": ", ".join(f'299 - "{text}"' for text in texts)}
+
+
+def content_type_of(request: web.BaseRequest) -> str:
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def _abort(transport: asyncio.Transport) -> None:
