@@ -64,7 +64,7 @@ def write(state: Path, bucket: str, names: Iterable[str], data: bytes) -> None:
 
     db, clock, digest = Database(state / "state.db"), SystemClock(), Digest()
     blobs = BlobStore(db, state / "blobs")
-    objects = Objects(db, clock, Buckets(db, clock), blobs, None)
+    objects = Objects(db, clock, Buckets(db, clock), blobs, lambda change: None)
     digest.update(data)
     left = iter(names)
     while batch := list(islice(left, BATCH)):

@@ -13,31 +13,11 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from .checks import BadRequest, Chat, Completion, checked, cut
+from .metrics import Metrics
+
 POLL_SECONDS = 0.05
 PROBE_SECONDS = 60.0
-
-# Fields of OpenAI's requests that `transformers serve` takes and ignores, with the values that change nothing.
-IGNORED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": (),
-    "functions": (),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "prediction": (),
-    "presence_penalty": (0, 0.0),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (),
-    "web_search_options": (),
-}
 
 CountTokens = Callable[[dict[str, Any]], int]
 
@@ -69,11 +49,13 @@ class Gate:
         self._is_standin = is_standin
         self._authorization = f"Bearer {key}".encode() if key else b""
         self._created = int(time.time())
+        self._metrics = Metrics(served_name)
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=16 * 2**20, middlewares=[self._with_key])
         application.router.add_get("/health", self._health)
+        application.router.add_get("/metrics", self._tell_metrics)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/chat/completions", self._complete)
         application.router.add_post("/v1/completions", self._complete)
@@ -102,7 +84,9 @@ class Gate:
         return await handler(request)
 
     async def _connected(self, application: web.Application) -> Any:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        # The engine closes a connection after an error, without saying so: the next request would find it closed.
+        connector, timeout = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             self._session = session
             yield
 
@@ -143,46 +127,51 @@ class Gate:
         if body.get("model") != self._served_name:
             message = f"The model `{body.get('model')}` does not exist; this endpoint serves `{self._served_name}`."
             return _error(404, message, "NotFoundError", "model")
-        if self._is_standin and (name := refused_field(body)):
-            message = f"{name} is {body[name]!r:.80}: the engine `transformers` does not do that; vLLM does"
-            return _error(400, message, "BadRequestError", name)
-        if problem := self._limit(body):
-            return _error(400, problem, "BadRequestError", "messages" if "messages" in body else "prompt")
-        async with self._slots:
-            return await self._forward(request, {**body, "model": self._inner_name})
-
-    def _limit(self, body: dict[str, Any]) -> str:
-        """Why the prompt does not fit into the context, or "". Limits max_tokens to the rest, as vLLM does."""
+        bodies = [body]
+        if self._is_standin:
+            route = Chat if request.path.endswith("/chat/completions") else Completion
+            try:
+                bodies = checked(route, body, self._max_model_len, self._count_tokens)
+            except BadRequest as error:
+                return _error(400, str(error), "BadRequestError", error.field)
+        with self._metrics.waiting():
+            await self._slots.acquire()
         try:
-            prompt = self._count_tokens(body)
-        except ValueError as error:
-            return str(error)
-        limit = body.pop("max_completion_tokens", None) or body.get("max_tokens") or self._max_model_len
-        if not isinstance(limit, int) or limit < 1:
-            return f"max_tokens is {limit!r}; expected a positive number"
-        room = self._max_model_len - prompt
-        if room < 1:
-            return (
-                f"This model's maximum context length is {self._max_model_len} tokens. "
-                f"However, your prompt has {prompt} tokens."
-            )
-        body["max_tokens"] = min(limit, room)
-        return ""
+            with self._metrics.running():
+                return await self._forward(request, bodies)
+        finally:
+            self._slots.release()
 
-    async def _forward(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def _tell_metrics(self, request: web.Request) -> web.Response:
+        """vLLM's own metrics, or those of requests for the stand-in."""
+        if self._is_standin:
+            return web.Response(text=self._metrics.text())
         assert self._session is not None
+        async with self._session.get(f"{self._upstream}/metrics") as response:
+            return web.Response(status=response.status, text=await response.text())
+
+    async def _forward(self, request: web.Request, bodies: list[dict[str, Any]]) -> web.StreamResponse:
+        """Ask the engine for an answer to each body, one after the other."""
+        assert self._session is not None
+        answers = []
         try:
-            async with self._session.post(f"{self._upstream}{request.path}", json=body) as response:
-                if response.status != 200:
-                    return _translated(response.status, await response.text())
-                if body.get("stream"):
-                    return await self._relay(request, response)
-                answer = await response.json()
+            for body in bodies:
+                inner = {**body, "model": self._inner_name}
+                async with self._session.post(f"{self._upstream}{request.path}", json=inner) as response:
+                    if response.status != 200:
+                        return _translated(response.status, await response.text())
+                    if body.get("stream"):
+                        return await self._relay(request, response, body)
+                    answers.append(_cut(await response.json(), body.get("stop") if self._is_standin else None))
         except aiohttp.ClientError as error:
             return _error(502, f"the engine did not answer: {error!r}", "InternalServerError")
+        answer = _joined(answers)
+        self._metrics.count(answer)
         return web.json_response({**answer, "model": self._served_name})
 
-    async def _relay(self, request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _relay(
+        self, request: web.Request, upstream: aiohttp.ClientResponse, body: dict[str, Any]
+    ) -> web.StreamResponse:
         """Relay server-sent events under the served name; ends with the [DONE] that clients wait for."""
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
@@ -190,19 +179,43 @@ class Gate:
         async for line in upstream.content:
             data = line.decode().strip().removeprefix("data: ")
             if data and data != "[DONE]":
-                await response.write(f"data: {json.dumps(self._renamed(json.loads(data)))}\n\n".encode())
+                for chunk in self._chunks(json.loads(data), body):
+                    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    def _renamed(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        return {**chunk, "model": self._served_name} if "model" in chunk else chunk
+    def _chunks(self, chunk: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the client gets for a chunk of the engine. vLLM tells the usage last, by itself, and only if asked."""
+        if "model" not in chunk:  # an error
+            return [chunk]
+        renamed = {**chunk, "model": self._served_name}
+        if not self._is_standin:
+            return [renamed]
+        self._metrics.count(chunk)
+        usage = renamed.pop("usage", None)
+        wants_usage = (body.get("stream_options") or {}).get("include_usage")
+        return [renamed, {**renamed, "choices": [], "usage": usage}] if usage and wants_usage else [renamed]
 
 
-def refused_field(body: dict[str, Any]) -> str:
-    """The first field that `transformers serve` would ignore; "" if there is none."""
-    wanted = {name: value for name, value in body.items() if value is not None and name in IGNORED}
-    return next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
+def _cut(answer: dict[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
+    """The answer without its stop text, as vLLM's answers are."""
+    for choice in answer["choices"] if stop else ():
+        place, field = (choice["message"], "content") if "message" in choice else (choice, "text")
+        place[field] = cut(place.get(field) or "", stop or "")
+    return answer
+
+
+def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer with the choices of all, in their order."""
+    if len(answers) == 1:
+        return answers[0]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    usage = {
+        name: sum(answer["usage"][name] for answer in answers)
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    return {**answers[0], "choices": [{**choice, "index": at} for at, choice in enumerate(choices)], "usage": usage}
 
 
 def _translated(status: int, text: str) -> web.Response:

@@ -139,7 +139,12 @@ class Stack:
         )
         self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
         self.storage = StorageEmulator(
-            self.db, self.state / "blobs", self.clock, on_change=self.eventarc.on_object_change, project=PROJECT
+            self.db,
+            self.state / "blobs",
+            self.clock,
+            on_change=self.eventarc.on_object_change,
+            project=PROJECT,
+            topics=self.pubsub,
         )
         self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
         self.slack = SlackSink(self.db, self.clock)

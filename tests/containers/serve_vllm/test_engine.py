@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.engine import (
     GREEDY,
     NO_MEDIA,
@@ -27,7 +28,6 @@ from containers.serve_vllm.engine import (
     vllm_tpu_environment,
     without_sampling,
 )
-from containers.serve_vllm.gate import refused_field
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
 from containers.serve_vllm.serve import find_parser
 

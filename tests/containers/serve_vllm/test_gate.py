@@ -1,8 +1,10 @@
-"""The gate demands the API key as vLLM does: below /v1, and nowhere else."""
+"""The gate demands the API key as vLLM does, and survives an engine that closes its connections."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -41,3 +43,53 @@ def test_requests_with_the_key_reach_the_engine() -> None:
 
 def test_a_server_without_a_key_answers_everybody() -> None:
     assert statuses("", None) == [200, 503, 503]
+
+
+def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
+    """uvicorn closes a connection after an error in an application, and says so to nobody."""
+    answer = b'{"choices": [{"finish_reason": "stop"}]}'
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b'"inner"}')
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer))
+        writer.write(answer)
+        with suppress(asyncio.IncompleteReadError):
+            await reader.readexactly(1)  # a second request on this connection is cut
+        writer.close()
+
+    async def ask() -> list[int]:
+        async with await asyncio.start_server(engine, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            gate = Gate(f"http://127.0.0.1:{port}", "inner", "served", 8, 1, lambda body: 1)
+            gate.ready.set()
+            async with TestClient(TestServer(gate.application())) as client:
+                body = {"messages": [{"role": "user"}], "model": "served"}
+                route = "/v1/chat/completions"
+                return [(await client.post(route, json=body)).status for _ in range(2)]
+
+    assert asyncio.run(ask()) == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"stop": ["x"], "stream": True}, "stop"),
+        ({"max_completion_tokens": 9}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
+    ],
+)
+def test_the_stand_in_refuses_what_its_engine_cannot_do(wrong: dict[str, Any], field: str) -> None:
+    async def ask() -> tuple[int, dict[str, Any]]:
+        gate = Gate("http://127.0.0.1:9", "inner", "served", 8, 1, lambda body: 1, is_standin=True)
+        gate.ready.set()
+        async with TestClient(TestServer(gate.application())) as client:
+            body = {"model": "served", "messages": [{"role": "user", "content": "?"}], **wrong}
+            answer = await client.post("/v1/chat/completions", json=body)
+            return answer.status, (await answer.json())["error"]
+
+    status, error = asyncio.run(ask())
+    assert (status, error["type"], error["param"]) == (400, "BadRequestError", field)

@@ -223,13 +223,94 @@ def test_a_prompt_that_does_not_fit_into_the_context_is_refused(endpoint: Endpoi
     assert str(MAX_MODEL_LEN) in caught.value.message
 
 
-def test_an_answer_ends_with_the_context(endpoint: Endpoint) -> None:
+def test_an_answer_longer_than_the_context_is_refused(endpoint: Endpoint) -> None:
     prompt = "how many cars are there " * 9
-    answer = endpoint.openai.completions.create(
-        model="text-to-sql", prompt=prompt, max_tokens=10 * MAX_MODEL_LEN, temperature=0
-    )
+    for limit in (MAX_MODEL_LEN - 1, 100_000):
+        with pytest.raises(openai.BadRequestError):
+            endpoint.openai.completions.create(model="text-to-sql", prompt=prompt, max_tokens=limit, temperature=0)
+
+
+def test_without_a_limit_a_completion_has_16_tokens_at_most(endpoint: Endpoint) -> None:
+    answer = endpoint.openai.completions.create(model="text-to-sql", prompt="how many cars are there")
     assert answer.usage is not None
-    assert answer.usage.total_tokens <= MAX_MODEL_LEN
+    assert answer.usage.completion_tokens <= 16
+
+
+WRONG_FIELDS = [
+    {"messages": []},
+    {"temperature": "x"},
+    {"temperature": -1},
+    {"temperature": 3},
+    {"stop": 3},
+    {"seed": "x"},
+    {"top_p": 0},
+    {"max_tokens": 0},
+    {"max_tokens": 100_000},
+    {"messages": [{"content": "no role"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.invalid/b"}}]}]},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
+def test_a_wrong_field_is_a_bad_request_and_harms_no_later_request(endpoint: Endpoint, wrong: dict[str, Any]) -> None:
+    good = {"model": "text-to-sql", "messages": endpoint.samples[0]["prompt"], "max_tokens": 1}
+    refused = endpoint.post("chat/completions", json={**good, **wrong})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["message"]
+    assert [endpoint.post("chat/completions", json=good).status_code for _ in range(3)] == [200] * 3
+
+
+def test_a_message_may_be_a_list_of_texts(endpoint: Endpoint) -> None:
+    prompt = endpoint.samples[0]["prompt"]
+    parts: Any = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in prompt]
+    answer = endpoint.openai.chat.completions.create(model="text-to-sql", messages=parts, max_tokens=40, temperature=0)
+    assert (answer.choices[0].message.content or "").strip() == endpoint.samples[0]["after"]
+
+
+def test_several_prompts_have_a_choice_each(endpoint: Endpoint) -> None:
+    def ask(prompt: Any) -> Any:
+        return endpoint.openai.completions.create(model="text-to-sql", prompt=prompt, max_tokens=4, temperature=0)
+
+    prompts = ["select ", "how many cars"]
+    alone, both = [ask(prompt) for prompt in prompts], ask(prompts)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert [choice.text for choice in both.choices] == [answer.choices[0].text for answer in alone]
+    assert both.usage.total_tokens == sum(answer.usage.total_tokens for answer in alone)
+
+
+def test_a_stop_text_ends_an_answer_before_it(endpoint: Endpoint) -> None:
+    whole = endpoint.samples[0]["after"]
+    middle = len(whole) // 2
+    stop = whole[middle : middle + 3]
+    answer = endpoint.openai.chat.completions.create(
+        model="text-to-sql", messages=endpoint.samples[0]["prompt"], max_tokens=40, temperature=0, stop=[stop]
+    )
+    assert (answer.choices[0].message.content or "").strip() == whole[: whole.index(stop)].strip()
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_tells_its_usage_last_and_only_if_asked(endpoint: Endpoint) -> None:
+    body: Any = {"model": "text-to-sql", "messages": endpoint.samples[0]["prompt"], "max_tokens": 4, "stream": True}
+    assert not any(chunk.usage for chunk in endpoint.openai.chat.completions.create(**body))
+    *chunks, last = endpoint.openai.chat.completions.create(**body, stream_options={"include_usage": True})
+    assert not any(chunk.usage for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 4
+
+
+def test_metrics_count_requests_as_vllm_does(endpoint: Endpoint) -> None:
+    def finished() -> float:
+        text = requests.get(f"{endpoint.url}/metrics", timeout=PATIENCE_SECONDS).text
+        samples = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
+        counts = [float(line.rsplit(" ", 1)[1]) for line in samples if 'finished_reason="length"' in line]
+        assert all('model_name="text-to-sql"' in line for line in samples)
+        assert "vllm:num_requests_waiting{" in text
+        return sum(counts)
+
+    before = finished()
+    body = {"model": "text-to-sql", "messages": endpoint.samples[0]["prompt"], "max_tokens": 1}
+    assert endpoint.post("chat/completions", json=body).status_code == 200
+    assert finished() == before + 1
 
 
 @pytest.mark.parametrize(

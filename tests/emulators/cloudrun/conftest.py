@@ -152,6 +152,7 @@ class Cloud:
     url: str
     directory: Path
     live: Callable[[], list[str]] = list
+    grpc: str = ""
     clock: Any = None  # a HeldClock, if the emulator runs in this process
 
     def client(self, kind: Any) -> Any:
@@ -263,7 +264,7 @@ def cloud(
 
     background = BackgroundServer(build)
     with background as server:
-        yield Cloud(server.url, tmp_path / "containers", lambda: background.call(live()), clock)
+        yield Cloud(server.url, tmp_path / "containers", lambda: background.call(live()), server.grpc_address, clock)
     end_all(tmp_path / "containers", grace_seconds=0)
 
 

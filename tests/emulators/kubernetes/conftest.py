@@ -145,11 +145,17 @@ class Kube:
         self.custom: Any = client.CustomObjectsApi(self.api)
 
     def call(
-        self, method: str, path: str, body: Any = None, kind: str = "application/json", token: str = TOKEN
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        kind: str = "application/json",
+        token: str = TOKEN,
+        accept: str = "*/*",
     ) -> tuple[int, Any, Any]:
         """Send a raw request; return status, JSON body and headers."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": kind, **({"Authorization": token} if token else {})}
+        headers = {"Content-Type": kind, "Accept": accept, **({"Authorization": token} if token else {})}
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=60, context=self._tls) as response:

@@ -80,7 +80,54 @@ def test_apply_merges_three_ways(kubectl: Kubectl, kube: Kube) -> None:
     item = kube.apps.read_namespaced_deployment("d", kube.namespace)
     assert [variable.name for variable in item.spec.template.spec.containers[0].env] == ["A", "C"]
     assert item.metadata.labels == {"by": "hand"}
-    assert "server-side apply is not emulated" in kubectl("apply", "--server-side", "-f", kubectl.file(second), code=1)
+
+
+def test_server_side_apply_creates_an_object_and_removes_what_its_manager_no_longer_applies(
+    kubectl: Kubectl, kube: Kube
+) -> None:
+    def apply(manifest: Any, *options: str, code: int = 0) -> str:
+        return kubectl("apply", "--server-side", *options, "-f", kubectl.file(manifest), code=code)
+
+    assert "serverside-applied" in apply(make_deployment("d", 0, env={"A": "1", "B": "2"}))
+    version = kube.apps.read_namespaced_deployment("d", kube.namespace).metadata.resource_version
+    apply(make_deployment("d", 0, env={"A": "1", "B": "2"}))
+    kube.apps.patch_namespaced_deployment("d", kube.namespace, {"metadata": {"labels": {"by": "hand"}}})
+    apply(make_deployment("d", 0, env={"A": "1", "C": "3"}))
+    item = kube.apps.read_namespaced_deployment("d", kube.namespace)
+    assert [variable.name for variable in item.spec.template.spec.containers[0].env] == ["A", "C"]
+    assert item.metadata.labels == {"by": "hand"}
+    managers = {(entry.manager, entry.operation) for entry in item.metadata.managed_fields}
+    assert managers == {("kubectl", "Apply"), ("OpenAPI-Generator", "Update")}
+    assert int(item.metadata.resource_version) > int(version)
+
+
+def test_an_apply_of_what_another_manager_owns_conflicts_unless_it_is_forced(kubectl: Kubectl, kube: Kube) -> None:
+    def apply(replicas: int, *options: str, code: int = 0) -> str:
+        path = kubectl.file(make_deployment("d", replicas))
+        return kubectl("apply", "--server-side", *options, "-f", path, code=code)
+
+    apply(0)
+    kubectl("scale", "deployment", "d", "--replicas=1")
+    refused = apply(0, code=1)
+    assert "conflict with" in refused
+    assert ".spec.replicas" in refused
+    assert kube.apps.read_namespaced_deployment("d", kube.namespace).spec.replicas == 1
+    apply(0, "--force-conflicts")
+    assert kube.apps.read_namespaced_deployment("d", kube.namespace).spec.replicas == 0
+    assert 'conflict with "kubectl"' in apply(1, "--field-manager=other", code=1)
+
+
+def test_an_object_from_before_its_first_apply_belongs_to_its_writer(kubectl: Kubectl, kube: Kube) -> None:
+    kube.apps.create_namespaced_deployment(kube.namespace, make_deployment("d", 0))
+    path = kubectl.file(make_deployment("d", 0, env={"A": "changed"}))
+    kubectl("apply", "--server-side", "-f", path)
+    path = kubectl.file(make_deployment("d", 1))
+    assert 'conflict with "before-first-apply"' in kubectl("apply", "--server-side", "-f", path, code=1)
+    unnamed = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1"}}
+    assert "created" in kubectl("apply", "--server-side", "--dry-run=server", "-f", kubectl.file(unnamed)).replace(
+        "serverside-applied", "created"
+    )
+    assert "not found" in kubectl("get", "configmap", "c", code=1)
 
 
 def test_mistakes_are_refused_with_default_validation(kubectl: Kubectl) -> None:
@@ -116,11 +163,13 @@ def test_discovery_lists_the_kinds(kubectl: Kubectl) -> None:
 
 
 def test_secrets_services_and_everything_else(kubectl: Kubectl) -> None:
-    imperative = ("create", "secret", "generic", "hf-secret", "--from-literal=hf_api_token=x")
-    assert "--dry-run=client -o yaml | kubectl apply" in kubectl(*imperative, code=1)
-    for words in (imperative, ("create", "configmap", "conf", "--from-literal=a=b"), ("create", "sa", "trainer")):
-        made = yaml.safe_load(kubectl(*words, "--dry-run=client", "-o", "yaml"))
-        kubectl("apply", "-f", kubectl.file(made))
+    kubectl("create", "secret", "generic", "hf-secret", "--from-literal=hf_api_token=x")
+    kubectl("create", "configmap", "conf", "--from-literal=a=b")
+    kubectl("create", "sa", "trainer")
+    assert kubectl("get", "configmap", "conf", "-o", "jsonpath={.data.a}") == "b"
+    assert kubectl("get", "secret", "hf-secret", "-o", "jsonpath={.data.hf_api_token}") == "eA=="
+    job = ("create", "job", "j", "--image=i")
+    assert "--dry-run=client -o yaml | kubectl apply" in kubectl(*job, code=1)
     kubectl("apply", "-f", kubectl.file(make_deployment("d")))
     kubectl("expose", "deployment", "d", "--port=80", "--target-port=8000")
     assert "local.dropforge/urls" in kubectl("describe", "service", "d")
@@ -143,3 +192,8 @@ def test_hanging_pod_is_deleted_after_its_grace_time(kubectl: Kubectl) -> None:
     kubectl("wait", "--for=jsonpath={.status.phase}=Running", "pod/p", "--timeout=150s")
     kubectl("delete", "pod", "p", "--wait", "--timeout=150s")
     assert "not found" in kubectl("get", "pod", "p", code=1)
+
+
+def test_auth_can_i(kubectl: Kubectl) -> None:
+    assert kubectl("auth", "can-i", "create", "pods").strip() == "yes"
+    assert "*.*" in kubectl("auth", "can-i", "--list")

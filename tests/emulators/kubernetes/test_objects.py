@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from kubernetes import client
 from kubernetes.client import exceptions
 
+from dropforge_local.emulators.kubernetes.kinds import JOB
+from dropforge_local.emulators.kubernetes.paths import Target
+from dropforge_local.emulators.kubernetes.reviews import review
+
 from .conftest import Kube, Running, make_client, make_deployment, make_job, make_pod
 
 SUSPENDED = {"suspend": True}
@@ -344,7 +348,7 @@ def test_patch_formats(kube: Kube) -> None:
     assert [variable["name"] for variable in merged["spec"]["template"]["spec"]["containers"][0]["env"]] == ["A", "B"]
     code, body, _ = kube.call("PATCH", path, env, "application/merge-patch+json")
     assert (code, causes(body)) == (422, ["spec.template.spec.containers[0].image"])
-    assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 501
+    assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 422  # without a field manager
     assert kube.call("PATCH", path, env, "application/json")[0] == 415
     assert (
         kube.call("PATCH", path, [{"op": "test", "path": "/spec/replicas", "value": 9}], "application/json-patch+json")[
@@ -606,6 +610,7 @@ def test_discovery_lists_the_served_resources(kube: Kube) -> None:
         "apps",
         "autoscaling",
         "batch",
+        "coordination.k8s.io",
         "monitoring.googleapis.com",
         "networking.k8s.io",
         "ray.io",
@@ -614,3 +619,81 @@ def test_discovery_lists_the_served_resources(kube: Kube) -> None:
     resources = {resource.name for resource in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]
+
+
+@pytest.mark.parametrize("form", ["PartialObjectMetadata", "PartialObjectMetadataList"])
+def test_clients_may_ask_for_metadata_alone(kube: Kube, form: str) -> None:
+    kube.core.create_namespaced_config_map(kube.namespace, {"metadata": {"name": "a"}, "data": {"big": "x" * 1000}})
+    accept = f"application/json;as={form};g=meta.k8s.io;v=v1"
+    path = f"/api/v1/namespaces/{kube.namespace}/configmaps"
+    code, item, _ = kube.call("GET", f"{path}/a", accept=accept)
+    assert (code, item["kind"], item["apiVersion"]) == (200, "PartialObjectMetadata", "meta.k8s.io/v1")
+    assert (item["metadata"]["name"], item.keys()) == ("a", {"kind", "apiVersion", "metadata"})
+    listed = kube.call("GET", path, accept=accept)[1]
+    assert (listed["kind"], listed["items"]) == ("PartialObjectMetadataList", [item])
+    watched = kube.call("GET", f"{path}?watch=true&timeoutSeconds=1", accept=accept)[1]
+    assert watched["object"]["kind"] == "PartialObjectMetadata"
+
+
+@pytest.mark.parametrize("accept", ["application/vnd.kubernetes.protobuf", "text/html", "application/json;as=Drawing"])
+def test_an_answer_that_the_client_does_not_accept_is_refused(kube: Kube, accept: str) -> None:
+    code, status, _ = kube.call("GET", "/api/v1/namespaces", accept=accept)
+    assert (code, status["reason"]) == (406, "NotAcceptable")
+    assert kube.call("GET", "/api/v1/namespaces", accept=f"{accept}, application/json")[0] == 200
+
+
+def test_a_lease_has_one_holder(kube: Kube) -> None:
+    leases: Any = client.CoordinationV1Api(kube.api)
+    spec = {"holderIdentity": "a", "leaseDurationSeconds": 15, "renewTime": "2026-11-24T06:00:00.123456Z"}
+    made = leases.create_namespaced_lease(kube.namespace, {"metadata": {"name": "leader"}, "spec": spec})
+    assert (made.spec.holder_identity, made.spec.renew_time.microsecond) == ("a", 123456)
+    made.spec.holder_identity = "b"
+    assert leases.replace_namespaced_lease("leader", kube.namespace, made).spec.holder_identity == "b"
+    made.spec.holder_identity = "c"
+    with pytest.raises(exceptions.ApiException, match="the object has been modified"):
+        leases.replace_namespaced_lease("leader", kube.namespace, made)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", 400),
+        (b"k8s\x00", 400),
+        (b"k8s\x00\x0a\xff\xff\xff", 400),
+        (b"k8s\x00\x0a\x0b\x0a\x02v1\x12\x05Event", 415),
+        (b"k8s\x00\x0a\x0c\x0a\x02v1\x12\x06Secret\x12\x02\x48\x01", 415),
+    ],
+)
+def test_a_malformed_or_unknown_body_in_protobuf_is_refused(kube: Kube, body: bytes, code: int) -> None:
+    path = f"/api/v1/namespaces/{kube.namespace}/secrets"
+    assert kube.call("POST", path, body, "application/vnd.kubernetes.protobuf")[0] == code
+
+
+def test_the_owner_may_do_everything(kube: Kube) -> None:
+    reviews: Any = client.AuthorizationV1Api(kube.api)
+    attributes = {"verb": "delete", "resource": "pods", "namespace": kube.namespace}
+    answer = reviews.create_self_subject_access_review({"spec": {"resourceAttributes": attributes}})
+    assert answer.status.allowed is True
+    rules = reviews.create_self_subject_rules_review({"spec": {"namespace": kube.namespace}}).status
+    assert rules.resource_rules[0].verbs == ["*"]
+    with pytest.raises(exceptions.ApiException, match="exactly one of"):
+        reviews.create_self_subject_access_review({"spec": {}})
+
+
+def test_an_account_learns_what_it_may_do() -> None:
+    """`refuse` is what the server asks for every request of an account (permissions.refusal)."""
+
+    def refuse(target: Target, verb: str) -> str:
+        return "" if (target.kind, verb) == (JOB, "get") else f"no {verb}"
+
+    def ask(verb: str, group: str, resource: str) -> dict[str, Any]:
+        attributes = {"verb": verb, "group": group, "resource": resource, "namespace": "n"}
+        body = {"spec": {"resourceAttributes": attributes}}
+        status: dict[str, Any] = review("SelfSubjectAccessReview", body, refuse)["status"]
+        return status
+
+    assert ask("get", "batch", "jobs") == {"allowed": True}
+    assert ask("delete", "batch", "jobs") == {"allowed": False, "reason": "no delete"}
+    assert "no resource 'boats'" in ask("get", "", "boats")["reason"]
+    rules = review("SelfSubjectRulesReview", {"spec": {"namespace": "n"}}, refuse)["status"]["resourceRules"]
+    assert rules == [{"verbs": ["get"], "apiGroups": ["batch"], "resources": ["jobs"]}]

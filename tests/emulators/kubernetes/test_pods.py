@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -236,6 +237,7 @@ def test_output_is_cut_and_followed(kube: Kube, tmp_path: Path) -> None:
     assert kube.log("a", limit_bytes=5) == "index"
     stamped = [line.split(" ", 1) for line in kube.log("a", timestamps=True).splitlines()]
     assert stamped[-1][1] == "line 7"
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z", stamp) for stamp, _ in stamped)
     since = stamped[5][0]
     recent = kube.call("GET", f"/api/v1/namespaces/{kube.namespace}/pods/a/log?sinceTime={since}")[1].splitlines()
     assert recent == [line for stamp, line in stamped if stamp >= since]
@@ -244,6 +246,15 @@ def test_output_is_cut_and_followed(kube: Kube, tmp_path: Path) -> None:
         kube.log("a", container="other")
     with pytest.raises(exceptions.ApiException, match="previous terminated container"):
         kube.log("a", previous=True)
+
+
+def test_a_container_starts_after_its_pod_was_created(kube: Kube) -> None:
+    """Many pods, because a kernel's time of a start is at most some hundredths of a second before the clock's."""
+    for number in range(8):
+        kube.create_pod(f"p{number}")
+    for number in range(8):
+        pod = kube.wait_pod(f"p{number}", "Succeeded")
+        assert pod.metadata.creation_timestamp <= pod.status.container_statuses[0].state.terminated.started_at
 
 
 def test_image_without_a_command_is_reported(kube: Kube) -> None:

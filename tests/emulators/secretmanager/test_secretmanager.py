@@ -222,7 +222,8 @@ def test_secrets_survive_a_restart(tmp_path: Path) -> None:
         ("POST", "secrets?secretId=a", {"replication": {"automatic": {}}, "topics": [{"name": "t"}]}, 501),
         ("POST", "secrets?secretId=a", {"replication": {"automatic": {}}, "ttl": "-5s"}, 400),
         ("GET", "secrets?pageToken=x", None, 400),
-        ("GET", "secrets/a:getIamPolicy", None, 501),
+        ("GET", "secrets/a:getIamPolicy", None, 404),
+        ("POST", "secrets/a:anyPolicy", {}, 501),
         ("GET", "locations/us-central1/secrets", None, 501),
     ],
 )
@@ -294,3 +295,26 @@ def test_gcloud_secrets(server: Server, tmp_path: Path) -> None:
     assert gcloud("versions", "list", "token", "--format=value(state)").strip() == "disabled"
     gcloud("delete", "token")
     assert gcloud("list", "--format=value(name)").strip() == ""
+
+
+def test_policies_are_kept_with_an_etag(client: api.SecretManagerServiceClient) -> None:
+    secret = create(client)
+    empty = client.get_iam_policy(request={"resource": secret.name})
+    assert (list(empty.bindings), bool(empty.etag)) == ([], True)
+    binding = {"role": "roles/secretmanager.secretAccessor", "members": ["user:a@example.com"]}
+    policy = {"bindings": [binding], "etag": empty.etag}
+    written = client.set_iam_policy(request={"resource": secret.name, "policy": policy})
+    assert written == client.get_iam_policy(request={"resource": secret.name})
+    assert written.bindings[0].members == ["user:a@example.com"]
+    with pytest.raises(exceptions.Conflict, match="concurrent policy changes"):
+        client.set_iam_policy(request={"resource": secret.name, "policy": policy})
+    with pytest.raises(exceptions.InvalidArgument, match="role 'owner'"):
+        client.set_iam_policy(request={"resource": secret.name, "policy": {"bindings": [{"role": "owner"}]}})
+    permissions = ["secretmanager.versions.access"]
+    answer = client.test_iam_permissions(request={"resource": secret.name, "permissions": permissions})
+    assert answer.permissions == permissions
+    client.delete_secret(name=secret.name)
+    with pytest.raises(exceptions.NotFound):
+        client.get_iam_policy(request={"resource": secret.name})
+    again = create(client)
+    assert not client.get_iam_policy(request={"resource": again.name}).bindings

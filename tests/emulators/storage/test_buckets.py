@@ -73,7 +73,7 @@ def test_refused_fields(api: Api, resource: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "resource",
     [
-        {"retentionPolicy": {"retentionPeriod": "60"}},
+        {"objectRetention": {"mode": "Enabled"}},
         {"softDeletePolicy": {"retentionDurationSeconds": "604800"}},
         {"encryption": {"defaultKmsKeyName": "k"}},
         {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": False}}},
@@ -155,9 +155,7 @@ def test_acls_are_refused_as_with_uniform_access(api: Api) -> None:
         assert (reply.status_code, "uniform bucket-level access" in reply.text) == (400, True)
 
 
-@pytest.mark.parametrize(
-    "path", ["b/{}/notificationConfigs", "b/{}/folders", "projects/p/hmacKeys", "b/{}/anywhereCaches"]
-)
+@pytest.mark.parametrize("path", ["b/{}/folders", "projects/p/hmacKeys", "b/{}/anywhereCaches"])
 def test_unsupported_features_answer_501(api: Api, path: str) -> None:
     reply = api.call("GET", path.format(api.bucket()))
     assert (reply.status_code, "not emulated by the local stack" in reply.text) == (501, True)

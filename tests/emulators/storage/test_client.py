@@ -390,3 +390,11 @@ class TestBatch:
             there.delete()
             bucket.blob("gone").delete()
         assert [response.status_code for response in batch._responses] == [204, 404]
+
+
+def test_a_list_has_the_selected_fields_alone(bucket: storage.Bucket) -> None:
+    blob = put(bucket, "a")
+    blob.metadata = {"k": "v"}
+    blob.patch()
+    [blob] = bucket.list_blobs(fields="items(name,metadata/k),nextPageToken")
+    assert (blob.name, blob.metadata, blob.size, blob.generation) == ("a", {"k": "v"}, None, None)

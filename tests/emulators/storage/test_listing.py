@@ -145,3 +145,27 @@ def test_queries_use_an_index(running: Running, query: str) -> None:
         plan = [row[3] for row in connection.execute("EXPLAIN QUERY PLAN " + query.replace("?", "'x'"))]
     assert len(plan) == 1
     assert "bucket=? AND name>?" in plan[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("kind", {"kind": "storage#objects"}),
+        ("items/name", {"items": [{"name": "a"}]}),
+        ("items(name,size),kind", {"kind": "storage#objects", "items": [{"name": "a", "size": "1"}]}),
+        ("items(metadata/*)", {"items": [{"metadata": {"k": "v"}}]}),
+        ("*/name", {"kind": "storage#objects", "items": [{"name": "a"}]}),
+    ],
+)
+def test_fields_selects_parts_of_an_answer(api: Api, fields: str, expected: dict[str, Any]) -> None:
+    bucket = api.bucket()
+    api.put(bucket, "a", b"1")
+    api.object("PATCH", bucket, "a", json={"metadata": {"k": "v"}})
+    assert api.call("GET", f"b/{bucket}/o", params={"fields": fields}).json() == expected
+
+
+@pytest.mark.parametrize("fields", ["items(", "items)", ",", "items//name", "a b", "items()"])
+def test_a_malformed_selection_is_refused(api: Api, fields: str) -> None:
+    refused = api.call("GET", f"b/{api.bucket()}/o", params={"fields": fields})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"Invalid field selection {fields}"

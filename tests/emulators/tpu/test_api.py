@@ -281,12 +281,19 @@ def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
     }
 
-    def gcloud(*arguments: str) -> Any:
-        command = ["gcloud", "compute", "tpus", *arguments, "--zone=us-west1-c", "--format=json"]
+    def gcloud(*arguments: str, zone: tuple[str, ...] = ("--zone=us-west1-c",)) -> Any:
+        command = ["gcloud", "compute", "tpus", *arguments, *zone, "--format=json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
         return json.loads(done.stdout or "null")
 
+    assert "us-east5-b" in {location["locationId"] for location in gcloud("locations", "list", zone=())}
+    for version in ("accelerator-types", "tpu-vm accelerator-types"):
+        listed = gcloud(*version.split(), "list")
+        assert f"{PARENT}/acceleratorTypes/v5litepod-8" in {kind["name"] for kind in listed}
+    for version, kind in (("versions", "tensorflowVersions"), ("tpu-vm versions", "runtimeVersions")):
+        listed = gcloud(*version.split(), "list")
+        assert f"{PARENT}/{kind}/v2-alpha-tpuv5-lite" in {runtime["name"] for runtime in listed}
     shape = ("--accelerator-type=v5litepod-8", "--data-disk=source=" + cloud.disk("d1"))
     gcloud("tpu-vm", "create", "n1", "--version=v2-alpha-tpuv5-lite", "--spot", "--internal-ips", *shape)
     described = gcloud("tpu-vm", "describe", "n1")

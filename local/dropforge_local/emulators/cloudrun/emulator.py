@@ -1,10 +1,11 @@
-"""Cloud Run v2 over REST: Jobs, Executions, Tasks, Services, Revisions and Operations."""
+"""Cloud Run v2 over REST and gRPC: Jobs, Executions, Tasks, Services, Revisions and Operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 from aiohttp import web
 from google.cloud import run_v2
 
@@ -20,14 +21,14 @@ from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.operations import OperationMethods, Operations
 from ..kit.routing import Call, Handler, Route, mount
-from . import rules
+from .admission import Admitted
 from .capacity import Capacity
 from .config import CloudRunConfig
 from .context import Context
 from .executions import Executions
 from .faults import ACTIONS, Faults
 from .jobs import Jobs
-from .methods import LOCATION, METHODS
+from .methods import LOCATION, METHODS, OPERATION_METHODS, SERVICES
 from .permissions import FURTHER, NEEDS
 from .services import Services
 from .store import Store
@@ -69,10 +70,18 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
         self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
         self.create_service, self.update_service = self._services.create, self._services.update
         self.cancel_execution, self.delete_execution = self._executions.cancel, self._executions.delete
-        self._service = rpc.Service("google.cloud.run.v2", METHODS, Guarded(Faulty(self, faults), NEEDS, FURTHER))
+        handlers = Admitted(Guarded(Faulty(self, faults), NEEDS, FURTHER), config)
+        self._services_of_api = [
+            *(rpc.Service(name, methods, handlers) for name, methods in SERVICES.items()),
+            rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers, shared=True),
+        ]
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        return rpc.grpc_handlers(self._services_of_api)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        api = [Route(route.verb, route.path, self._admit(route.handler)) for route in rpc.rest_routes([self._service])]
+        rest = rpc.rest_routes(self._services_of_api)
+        api = [Route(route.verb, route.path, self._received(route.handler)) for route in rest]
         logs = [log_route(f"{LOCATION}/{kind}/**", self._context.workloads.output) for kind in ("jobs", "services")]
         return mount([*api, self._context.faults.route("cloudrun", self._act), *logs])
 
@@ -125,13 +134,12 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
         resources, token = self._context.store.page(kind, request.parent, request.page_size, request.page_token)
         return response.pb(response(**{kind: resources}, next_page_token=token))
 
-    def _admit(self, handler: Handler) -> Handler:
-        """Refuse unknown regions, and remember this server's address for log URIs, also after a restart."""
+    def _received(self, handler: Handler) -> Handler:
+        """Remember this server's address for log URIs, also after a restart."""
 
         async def serve(call: Call) -> Any:
             if self._context.store.setting("origin", "") != call.base_url:
                 self._context.store.set_setting("origin", call.base_url)
-            rules.check_region(call.path.split("/")[5], self._context.config)
             return await handler(with_known_media(call))
 
         return serve

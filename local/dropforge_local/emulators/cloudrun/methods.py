@@ -8,7 +8,7 @@ from google.longrunning import operations_pb2
 from ..kit.rpc import methods
 
 LOCATION = "projects/*/locations/*"
-# Cloud TPU has the same operation paths on the same port. The names of this API's operations have a prefix, and its
+# Cloud TPU has the same operation paths on the same ports. The names of this API's operations have a prefix, and its
 # lists of operations are in regions: a region ends in a digit, a zone does not.
 REGION = "projects/*/locations/*[0-9]"
 JOB = f"{LOCATION}/jobs/*"
@@ -50,3 +50,8 @@ OPERATION_METHODS = methods(
     """,
 )
 METHODS = (*RESOURCE_METHODS, *OPERATION_METHODS)
+# The gRPC service of each resource, which ends the names of its methods: GetJob, ListJobs and RunJob are of Jobs.
+SERVICES = {
+    f"google.cloud.run.v2.{kind}s": tuple(m for m in RESOURCE_METHODS if m.name.removesuffix("s").endswith(kind))
+    for kind in ("Job", "Execution", "Task", "Service", "Revision")
+}

@@ -115,6 +115,13 @@ class Router:
         return None
 
 
+def variable_of(rule: str) -> tuple[str, re.Pattern[str]]:
+    """The first variable of a rule such as "GET /v2/{job.name=projects/*/jobs/*}": its field and what it matches."""
+    variable = _VARIABLE.search(rule)
+    assert variable, f"{rule!r} has no variable"
+    return variable[1], re.compile(_parts(variable)[1])
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body, {} for an empty body. Raises ValueError."""
     try:

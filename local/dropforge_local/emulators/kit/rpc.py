@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 import grpc
 from google.longrunning import operations_pb2
@@ -19,7 +20,7 @@ from google.rpc import status_pb2
 
 from dropforge_local.base.errors import RPC_CODE, ApiError
 
-from .routing import Call, Route, answer
+from .routing import Call, Route, answer, variable_of
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +58,16 @@ def methods(types: Any, table: str) -> tuple[Method, ...]:
 
 @dataclass(frozen=True)
 class Service:
-    """A gRPC service whose RPC `CreateTopic` is `implementation.create_topic`, a function or a coroutine."""
+    """A gRPC service whose RPC `CreateTopic` is `implementation.create_topic`, a function or a coroutine.
+
+    At Google each API has its own host. Here, several emulators have a `shared` service such as Operations on one port:
+    each answers the calls whose routing header has a name that its HTTP rules match.
+    """
 
     name: str
     methods: tuple[Method, ...]
     implementation: object
+    shared: bool = False
 
     def handler(self, method: Method) -> Callable[[Message], Any]:
         handler: Callable[[Message], Any] = getattr(self.implementation, snake_case(method.name))
@@ -70,12 +76,7 @@ class Service:
 
 def grpc_handlers(services: Sequence[Service]) -> list[grpc.GenericRpcHandler]:
     """The services' unary methods for `grpc.aio.Server.add_generic_rpc_handlers`."""
-    return [
-        grpc.method_handlers_generic_handler(
-            service.name, {method.name: _grpc_method(service.handler(method), method) for method in service.methods}
-        )
-        for service in services
-    ]
+    return [_Shared(service) if service.shared else _generic(service) for service in services]
 
 
 def rest_routes(services: Sequence[Service]) -> list[Route]:
@@ -110,6 +111,25 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
         return json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
+
+
+class _Shared(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A shared service. gRPC asks the next handler if this one returns None."""
+
+    def __init__(self, service: Service) -> None:
+        self._handler = _generic(service)
+        self._names = {f"/{service.name}/{method.name}": variable_of(method.http[0])[1] for method in service.methods}
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        names = parse_qs(dict(details.invocation_metadata).get("x-goog-request-params", "")).get("name", [""])
+        pattern = self._names.get(details.method)
+        is_other = names[0] and (pattern is None or not pattern.fullmatch(names[0]))
+        return None if is_other else self._handler.service(details)
+
+
+def _generic(service: Service) -> grpc.GenericRpcHandler:
+    handlers = {method.name: _grpc_method(service.handler(method), method) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.name, handlers)
 
 
 def _method(types: Any, line: str) -> Method:

@@ -16,23 +16,25 @@ from dropforge_local.base.ports import HOST
 from dropforge_local.iam.policy import current
 
 from ..kit.background import stop_all
-from . import discovery
+from . import discovery, reviews
+from .applying import apply
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .kubelet.logs import LogRequest
 from .objects import Objects, strict_error
-from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
+from .patches import APPLY_PATCH, JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
 from .permissions import refusal
-from .refusals import Refusal
+from .refusals import Refusal, bad_request, not_emulated
 from .selectors import parse_selector
 from .shared import Shared
 from .store import Object
-from .tables import render_table
+from .tables import TABLE, accepted, render_metadata, render_metadata_list, render_table
 from .watches import Page, Scope, read_page, watch
 
 log = logging.getLogger(__name__)
 
 RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE returns the object itself; for other kinds it returns a Status
+UNTYPED = ("log", "proxy")  # their answers are no objects of the API
 ORPHANS = (
     "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
     "set propagationPolicy=Orphan to suppress this warning"
@@ -100,6 +102,9 @@ class ApiServer:
         path = request.path.rstrip("/")
         if request.method == "GET" and (document := discovery.document(path)) is not None:
             return web.json_response(document)
+        if request.method == "POST" and (kind := reviews.PATHS.get(path)):
+            body = parse_body(await _read_body(request), content_type_of(request))
+            return web.json_response(reviews.review(kind, body, self._refuse()), status=201)
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._shared.host.clock.now())
         self._shared.note(request.headers, self._store.cluster, call.verb, call.target.resource)
@@ -113,12 +118,18 @@ class ApiServer:
         await self._faults.suffer(rule, after_effect=True)
         return answer
 
-    def _check_permission(self, call: Call) -> None:
+    def _check_permission(self, call: Call, verb: str = "") -> None:
         """Refuse what neither IAM nor a Role of this cluster grants to the account of this request."""
-        if (account := current.get()) is not None:
-            cluster, has_roles = self._store.cluster, self._store.cluster in self._shared.standing
-            if reason := refusal(account, cluster, call.target, call.verb, has_roles=has_roles):
-                raise Refusal(403, reason)
+        refuse = self._refuse()
+        if refuse is not None and (reason := refuse(call.target, verb or call.verb)):
+            raise Refusal(403, reason)
+
+    def _refuse(self) -> reviews.Refuse | None:
+        """Why the account of this request may not do something; None for the owner."""
+        if (account := current.get()) is None:
+            return None
+        has_roles = self._store.cluster in self._shared.standing
+        return partial(refusal, account, self._store.cluster, has_roles=has_roles)
 
     def _act(self, call: Call, data: bytes) -> web.Response:
         if call.verb == "list":
@@ -177,11 +188,11 @@ class ApiServer:
         if target.subresource == "finalize":
             return call.respond(self._finalize(call, item))
         status = target.subresource == "status"
-        return call.respond(
-            self._write(
-                call, lambda: self._objects.update(target.kind, target.namespace, target.name, item, status=status)
-            )
-        )
+
+        def work() -> Object:
+            return self._objects.update(*call.key, item, status=status, manager=call.manager)
+
+        return call.respond(self._write(call, work))
 
     def _finalize(self, call: Call, item: Object) -> Object:
         """Change a namespace's finalizers: they are in the spec, and only this subresource changes them."""
@@ -196,6 +207,8 @@ class ApiServer:
 
     def _patch(self, call: Call, data: bytes) -> web.Response:
         target, patch = call.target, parse_body(data, call.content_type)
+        if call.content_type == APPLY_PATCH:
+            return self._apply(call, patch)
 
         def work() -> Object:
             current = self._objects.read(*call.key)
@@ -203,11 +216,33 @@ class ApiServer:
             if call.content_type != JSON_PATCH and not _names_version(patch):
                 patched = _without_version(patched)
             item = self._parse(call, patched)
-            return self._objects.update(
-                target.kind, target.namespace, target.name, item, status=target.subresource == "status"
-            )
+            status = target.subresource == "status"
+            return self._objects.update(*call.key, item, status=status, manager=call.manager)
 
         return call.respond(self._write(call, work))
+
+    def _apply(self, call: Call, config: Any) -> web.Response:
+        """Server-side apply, which creates an object that does not exist."""
+        target = call.target
+        if target.subresource:
+            raise not_emulated(f"server-side apply of {target.subresource}")
+        manager, force = call.query.get("fieldManager", ""), flag(call.query, "force")
+        current = self._store.find(*call.key)
+        if current is None:
+            self._check_permission(call, "create")
+
+        def work() -> Object:
+            applied, owners = apply(target.kind, current, config, manager, force=force)
+            if not _names_version(config):
+                applied = _without_version(applied)
+            item = self._parse(call, applied)
+            if item["metadata"].get("name", "") != target.name:
+                raise bad_request(f"metadata.name is {item['metadata'].get('name')!r}; expected {target.name!r}")
+            if current is None:
+                return self._objects.create(target.kind, target.namespace, item, owners)
+            return self._objects.update(*call.key, item, owners=owners)
+
+        return call.respond(self._write(call, work), 200 if current else 201)
 
     def _delete(self, call: Call, data: bytes) -> web.Response:
         target = call.target
@@ -259,7 +294,7 @@ class ApiServer:
             item["metadata"]["resourceVersion"] = version or item["metadata"]["resourceVersion"]
             item["spec"]["replicas"] = replicas
             parsed, _ = self._objects.parse(target.kind, item)
-            return _scale_of(self._objects.update(target.kind, target.namespace, target.name, parsed))
+            return _scale_of(self._objects.update(*call.key, parsed, manager=call.manager))
 
         return call.respond(self._write(call, work))
 
@@ -287,15 +322,20 @@ class Call:
         self.request = request
         self.target = target
         self.query = request.query
-        self.content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.content_type = content_type_of(request)
         self.warnings: list[str] = []
         self._now = now
-        self._accept = request.headers.get("Accept", "")
         self.verb = self._verb()
+        self._form = "" if self.verb in UNTYPED else accepted(request.headers.get("Accept", ""))
 
     @property
     def key(self) -> tuple[Kind, str, str]:
         return self.target.kind, self.target.namespace, self.target.name
+
+    @property
+    def manager(self) -> str:
+        """Who writes: the query says so, or the first word of the client's name."""
+        return self.query.get("fieldManager") or self.request.headers.get("User-Agent", "").partition("/")[0]
 
     @property
     def scope(self) -> Scope:
@@ -306,10 +346,7 @@ class Call:
         return Scope(self.target.kind, self.target.namespace, selector)
 
     def respond(self, item: Object, status: int = 200) -> web.Response:
-        body: Any = item
-        if self._wants_table and item.get("kind") == self.target.kind.name:
-            version = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
-            body = render_table(self.target.kind, [item], self._now, version)
+        body = self._formed(item) if item.get("kind") == self.target.kind.name else item
         return web.json_response(body, status=status, headers=self._headers())
 
     def respond_list(self, page: Page) -> web.Response:
@@ -319,9 +356,11 @@ class Call:
             metadata["continue"] = page.following
             if page.remaining is not None:
                 metadata["remainingItemCount"] = page.remaining
-        if self._wants_table:
+        if self._form == TABLE:
             return web.json_response(render_table(kind, page.items, self._now, metadata))
         items = page.items
+        if self._form:
+            return web.json_response(render_metadata_list(items, metadata), headers=self._headers())
         if kind.schema:  # as in the real API, the items of a typed list do not repeat their type
             items = [{key: item[key] for key in item if key not in ("kind", "apiVersion")} for item in items]
         body = {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
@@ -329,10 +368,8 @@ class Call:
 
     async def lines(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         async for event in events:
-            if self._wants_table and event["type"] not in ("BOOKMARK", "ERROR"):
-                item = event["object"]
-                version = {"resourceVersion": item["metadata"]["resourceVersion"]}
-                event = {**event, "object": render_table(self.target.kind, [item], self._now, version)}
+            if event["type"] not in ("BOOKMARK", "ERROR"):
+                event = {**event, "object": self._formed(event["object"])}
             yield json.dumps(event).encode() + b"\n"
 
     async def stream(self, chunks: AsyncIterator[bytes], content_type: str) -> web.StreamResponse:
@@ -356,9 +393,12 @@ class Call:
             first.cancel()
         return response
 
-    @property
-    def _wants_table(self) -> bool:
-        return "as=Table" in self._accept
+    def _formed(self, item: Object) -> Object:
+        """An object in the form that the client accepts."""
+        if self._form == TABLE:
+            version = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
+            return render_table(self.target.kind, [item], self._now, version)
+        return render_metadata(item) if self._form else item
 
     def _verb(self) -> str:
         if self.target.subresource in ("log", "proxy"):
@@ -383,6 +423,10 @@ class Call:
             return {}
         texts = [warning.replace("\\", "\\\\").replace('"', '\\"') for warning in self.warnings]
         return {"Warning": ", ".join(f'299 - "{text}"' for text in texts)}
+
+
+def content_type_of(request: web.BaseRequest) -> str:
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def _abort(transport: asyncio.Transport) -> None:

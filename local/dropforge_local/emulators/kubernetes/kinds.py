@@ -65,6 +65,7 @@ HPA = _builtin(
 )
 STORAGE_CLASS = _builtin("storage.k8s.io", "v1", "StorageClass", "storageclasses", "sc", namespaced=False)
 NETWORK_POLICY = _builtin("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", "netpol")
+LEASE = _builtin("coordination.k8s.io", "v1", "Lease", "leases")
 POD_MONITORING = Kind(
     "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
 )
@@ -73,7 +74,7 @@ RAY_CLUSTER = _builtin("ray.io", "v1", "RayCluster", "rayclusters", subresources
 
 KINDS = (
     NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, CLAIM, VOLUME, DEPLOYMENT, REPLICA_SET,
-    JOB, HPA, STORAGE_CLASS, NETWORK_POLICY, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
+    JOB, HPA, STORAGE_CLASS, NETWORK_POLICY, LEASE, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
 )  # fmt: skip
 BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 BY_KEY = {kind.key: kind for kind in KINDS}

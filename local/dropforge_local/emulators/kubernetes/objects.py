@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dropforge_local.base.clock import Clock
 
 from . import admission, rules
+from .applying import Owners, after_update, entries
 from .config import KubernetesConfig
 from .defaults import set_create_defaults, set_defaults
 from .kinds import JOB, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind
@@ -33,6 +34,7 @@ from .times import timestamp
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so that no words appear
 SYSTEM_METADATA = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation")
 ORPHAN, FOREGROUND = "orphan", "foregroundDeletion"
+CONTROLLERS = "kube-controller-manager"  # who writes in the name of no client
 POLICIES = ("Background", "Foreground", "Orphan")
 T = TypeVar("T")
 
@@ -87,8 +89,11 @@ class Objects:
             raise not_found(kind, name)
         return item
 
-    def create(self, kind: Kind, namespace: str, item: Object) -> Object:
-        """Store a new object (as `parse` gave it), after defaults, admission and validation."""
+    def create(self, kind: Kind, namespace: str, item: Object, owners: Owners | None = None) -> Object:
+        """Store a new object (as `parse` gave it), after defaults, admission and validation.
+
+        `owners` of its fields are known if the object is applied.
+        """
         with self.store.db.transaction():
             metadata = item["metadata"]
             self._check_namespace(kind, namespace, metadata)
@@ -115,6 +120,8 @@ class Objects:
                 raise already_exists(kind, metadata["name"])
             if kind == SERVICE:
                 self._allocate_address(item)
+            if owners is not None:
+                metadata["managedFields"] = entries(kind, owners, None, metadata["creationTimestamp"])
             created = self.store.insert(kind, item)
             if kind == NAMESPACE:
                 # The real controller creates the account a moment later, and the real API refuses earlier pods.
@@ -122,8 +129,21 @@ class Objects:
                 self.create(SERVICE_ACCOUNT, metadata["name"], account)
             return created
 
-    def update(self, kind: Kind, namespace: str, name: str, item: Object, *, status: bool = False) -> Object:
-        """Replace an object's desired state, or with `status` its status; 409 if `item` is not the latest version."""
+    def update(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        item: Object,
+        *,
+        status: bool = False,
+        owners: Owners | None = None,
+        manager: str = CONTROLLERS,
+    ) -> Object:
+        """Replace an object's desired state, or with `status` its status; 409 if `item` is not the latest version.
+
+        `owners` of its fields are known if the object is applied; `manager` is the writer otherwise.
+        """
         with self.store.db.transaction():
             old = self.read(kind, namespace, name)
             self._check_same(kind, name, item, old)
@@ -138,6 +158,10 @@ class Objects:
             admission.admit(kind, new, self.store, autopilot=self._autopilot, old=old)
             if "generation" in old["metadata"] and new.get("spec") != old.get("spec"):
                 new["metadata"]["generation"] = old["metadata"]["generation"] + 1
+            if owners is None and "managedFields" in old["metadata"]:
+                owners = after_update(kind, old, new, manager)
+            if owners is not None:
+                new["metadata"]["managedFields"] = entries(kind, owners, old, timestamp(self.clock.now()))
             return self.settle(kind, new)
 
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:

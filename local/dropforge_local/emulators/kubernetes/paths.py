@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import yaml
 
+from . import protobuf
 from .kinds import BY_PATH, NAMESPACE, Kind
 from .objects import POLICIES, DeleteOptions
 from .refusals import Refusal, bad_request
@@ -57,10 +58,9 @@ def parse_path(path: str) -> Target:
 
 
 def parse_body(data: bytes, content_type: str) -> Any:
-    """A body in JSON (without duplicate keys) or YAML. Refuses other formats with 415.
-
-    Protobuf, which commands such as `kubectl create secret` send, is refused too: this server has no protobuf schema.
-    """
+    """A body in JSON (without duplicate keys), in YAML, or a small object in protobuf. Refuses others with 415."""
+    if content_type == protobuf.CONTENT_TYPE:
+        return protobuf.decode(data)
     try:
         if content_type in ("application/yaml", "application/apply-patch+yaml"):
             return yaml.safe_load(data)
@@ -68,9 +68,6 @@ def parse_body(data: bytes, content_type: str) -> Any:
             return json.loads(data, object_pairs_hook=_without_duplicates) if data else {}
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise bad_request(f"the object provided is unrecognized: {error}") from error
-    if content_type == "application/vnd.kubernetes.protobuf":
-        hint = "for kubectl: `kubectl create … --dry-run=client -o yaml | kubectl apply -f -`"
-        raise Refusal(415, f"bodies in protobuf are not emulated by the local stack: send JSON; {hint}")
     raise Refusal(
         415, "the body of the request was in an unknown format - accepted media types include: application/json, "
         f"application/yaml; it was {content_type!r}"

@@ -22,7 +22,7 @@ _COLLECTIONS = {
         "serviceAccounts",
     )
 }
-_BUILT_IN_GROUPS = ("", "apps", "autoscaling", "batch")
+_BUILT_IN_GROUPS = ("", "apps", "autoscaling", "batch", "coordination.k8s.io")
 _VERBS = {"watch": "list", "patch": "update", "deletecollection": "delete"}
 
 

@@ -1,4 +1,7 @@
-"""Renders objects as the tables that `kubectl get` prints (meta.k8s.io/v1 Table)."""
+"""Renders objects as clients accept them: as tables, which `kubectl get` prints, or as their metadata alone.
+
+https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .kinds import Kind
+from .refusals import Refusal
 from .times import seconds
 
 Object = Mapping[str, Any]
+TABLE = "Table"
+METADATA, METADATA_LIST = "PartialObjectMetadata", "PartialObjectMetadataList"
+META = {"g": ("meta.k8s.io",), "v": ("v1", "v1beta1")}
+JSON_RANGES = ("*/*", "application/*", "application/json")
 Cells = Callable[[Object, float], list[Any]]
+
+
+def accepted(header: str) -> str:
+    """The first form of an Accept header that this server has: TABLE, METADATA, or "" for the object itself.
+
+    Refuses with 406 if it has none of them.
+    """
+    for given in (header or "*/*").split(","):
+        media, *parameters = [part.strip() for part in given.split(";")]
+        values = dict(part.partition("=")[::2] for part in parameters)
+        form = values.get("as", "").removesuffix("List") if values.get("as") == METADATA_LIST else values.get("as", "")
+        known = form in (TABLE, METADATA) and all(values.get(name) in choices for name, choices in META.items())
+        if media in JSON_RANGES and (known or not form):
+            return form
+    raise Refusal(406, "only the following media types are accepted: application/json")
+
+
+def render_metadata(item: Object) -> dict[str, Any]:
+    return {"kind": METADATA, "apiVersion": "meta.k8s.io/v1", "metadata": item["metadata"]}
+
+
+def render_metadata_list(items: Sequence[Object], metadata: Object) -> dict[str, Any]:
+    rendered = [render_metadata(item) for item in items]
+    return {"kind": METADATA_LIST, "apiVersion": "meta.k8s.io/v1", "metadata": dict(metadata), "items": rendered}
 
 
 def render_table(kind: Kind, items: Sequence[Object], now: float, metadata: Object) -> dict[str, Any]:
@@ -28,11 +60,7 @@ def render_table(kind: Kind, items: Sequence[Object], now: float, metadata: Obje
     rows = [
         {
             "cells": cells(item, now),
-            "object": {
-                "kind": "PartialObjectMetadata",
-                "apiVersion": "meta.k8s.io/v1",
-                "metadata": item["metadata"],
-            },
+            "object": render_metadata(item),
         }
         for item in items
     ]

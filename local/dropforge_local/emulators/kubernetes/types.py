@@ -150,6 +150,10 @@ TYPES = {
     "NetworkPolicyPeer": "podSelector:LabelSelector namespaceSelector:LabelSelector ipBlock:IPBlock",
     "NetworkPolicyPort": "protocol:TCP|UDP|SCTP port:port endPort:int",
     "IPBlock": "cidr:str! except:[str]",
+    "Lease": "metadata:ObjectMeta spec:LeaseSpec",
+    "LeaseSpec": """
+        holderIdentity:str leaseDurationSeconds:int acquireTime:time renewTime:time leaseTransitions:int
+        preferredHolder:str strategy:str""",
     # Ray (ray.io/v1)
     "RayJob": "metadata:ObjectMeta spec:RayJobSpec! status:any",
     "RayJobSpec": """

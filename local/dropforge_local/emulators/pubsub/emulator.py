@@ -61,6 +61,10 @@ class PubSubEmulator(RpcEmulator):
         if not self._resources.exists("topics", name):
             self._service.create_topic(topic)
 
+    def has_topic(self, name: str) -> bool:
+        """Whether the topic exists."""
+        return self._resources.exists("topics", name)
+
     def create_subscription(
         self, name: str, topic: str, config: Mapping[str, Any] | None = None, *, cloud_event: bool = False
     ) -> None:

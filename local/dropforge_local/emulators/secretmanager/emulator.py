@@ -1,6 +1,6 @@
 """Secret Manager v1 over REST and gRPC: secrets, their versions, and access with a checksum. Values are never logged.
 
-Features that need other Google services (CMEK, rotation topics, regional secrets, IAM policies) answer UNIMPLEMENTED.
+Features that need other Google services (CMEK, rotation topics, regional secrets) answer UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ..kit.paging import Paging
 from ..kit.rpc import Message, Service, methods
 from . import rules
 from .permissions import NEEDS
+from .policies import METHODS as POLICY_METHODS
+from .policies import TYPES, Policies, granted
 from .rules import DESTROYED, DISABLED, ENABLED
 from .store import Secret, SecretVersion, Store
 
@@ -37,8 +39,9 @@ class SecretManagerEmulator(RpcEmulator):
 
     def __init__(self, db: Database, clock: Clock, project: str) -> None:
         self.project = project
-        self._store = Store(db, clock)
-        self._services = (Service("google.cloud.secretmanager.v1.SecretManagerService", METHODS, Guarded(self, NEEDS)),)
+        self._store, self._policies = Store(db, clock), Policies(db)
+        served = (*METHODS, *POLICY_METHODS)
+        self._services = (Service("google.cloud.secretmanager.v1.SecretManagerService", served, Guarded(self, NEEDS)),)
 
     def access(self, secret: str, version: str = "latest") -> bytes:
         """The value of projects/P/secrets/S at a version; raises ApiError as the API does."""
@@ -135,6 +138,16 @@ class SecretManagerEmulator(RpcEmulator):
 
     def destroy_secret_version(self, request: Message) -> Message:
         return self._set_state(request, DESTROYED)
+
+    def get_iam_policy(self, request: Message) -> Message:
+        return self._policies.get(self._store.secret(request.resource).name)
+
+    def set_iam_policy(self, request: Message) -> Message:
+        return self._policies.set(self._store.secret(request.resource).name, request.policy)
+
+    def test_iam_permissions(self, request: Message) -> Message:
+        secret = self._store.secret(request.resource).name
+        return TYPES.TestIamPermissionsResponse(permissions=granted(secret, request.permissions))
 
     def _set_state(self, request: Message, state: int) -> Message:
         with self._store.transaction():

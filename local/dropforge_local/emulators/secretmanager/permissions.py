@@ -17,6 +17,9 @@ NEEDS = access.table(
     access_secret_version secretmanager.versions.access name
     enable_secret_version secretmanager.versions.enable name
     disable_secret_version secretmanager.versions.disable name
+    get_iam_policy secretmanager.secrets.getIamPolicy resource
+    set_iam_policy secretmanager.secrets.setIamPolicy resource
+    test_iam_permissions
     destroy_secret_version secretmanager.versions.destroy name
     """
 )

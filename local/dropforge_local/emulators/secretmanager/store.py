@@ -88,6 +88,7 @@ class Store:
     def delete_secret(self, name: str) -> None:
         with self._db.transaction() as sql:
             sql.execute("DELETE FROM secretmanager_versions WHERE secret = ?", (name,))
+            sql.execute("DELETE FROM secretmanager_policies WHERE secret = ?", (name,))
             sql.execute("DELETE FROM secretmanager_secrets WHERE name = ?", (name,))
 
     def version(self, name: str) -> Version:

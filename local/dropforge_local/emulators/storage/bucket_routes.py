@@ -8,10 +8,11 @@ from typing import Any
 from ..kit.paging import cut
 from ..kit.routing import Call, Reply, Route
 from .errors import StorageError, invalid
-from .models import Bucket, Edit
+from .models import Attributes, Bucket, Edit
 from .permissions import granted
 from .preconditions import Preconditions, parse_int64
 from .resources import bucket_attributes, bucket_json
+from .retention import locked
 from .state import State
 from .wire import parse_json, read_token
 
@@ -36,6 +37,7 @@ class BucketRoutes:
             Route("GET", "b/{bucket}/iam", self.get_policy),
             Route("PUT", "b/{bucket}/iam", self.set_policy),
             Route("GET", "b/{bucket}/iam/testPermissions", self.test_permissions),
+            Route("POST", "b/{bucket}/lockRetentionPolicy", self.lock_retention_policy),
             Route("GET", "b/{bucket}/storageLayout", self.storage_layout),
             Route("GET", "b/{bucket}/managedFolders", self.list_managed_folders),
             Route("GET", "projects/{project}/serviceAccount", self.service_account),
@@ -70,7 +72,12 @@ class BucketRoutes:
 
     async def update(self, call: Call) -> Reply:
         body = parse_json(call.body)
-        return self._change(call, lambda old: bucket_attributes(body, {"location": old["location"]}))
+        return self._change(call, lambda old: bucket_attributes({"retentionPolicy": None} | body, _fixed(old)))
+
+    async def lock_retention_policy(self, call: Call) -> Reply:
+        if not call.query.get("ifMetagenerationMatch"):
+            raise invalid("Required parameter: ifMetagenerationMatch", "required")
+        return self._change(call, locked)
 
     async def delete(self, call: Call) -> Reply:
         self._buckets.delete(call.names["bucket"], Preconditions.from_query(call.query))
@@ -138,6 +145,11 @@ _ACL_PATHS = (
     "b/{bucket}/o/{object}/acl",
     "b/{bucket}/o/{object}/acl/{entity}",
 )
+
+
+def _fixed(attributes: Attributes) -> Attributes:
+    """What an update cannot leave out: the location, and a retention policy, which may be locked."""
+    return {name: attributes[name] for name in ("location", "retentionPolicy") if name in attributes}
 
 
 def max_results(call: Call) -> int:

@@ -15,6 +15,7 @@ from .errors import StorageError, bucket_not_found, invalid, precondition_failed
 from .models import Attributes, Bucket, Edit, rfc3339
 from .names import check_bucket_name
 from .preconditions import Preconditions
+from .retention import take_effect
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS storage_buckets (
@@ -40,7 +41,7 @@ class Buckets:
     def create(self, name: str, attributes: Attributes) -> Bucket:
         check_bucket_name(name)
         now = rfc3339(self._clock.now())
-        row = (name, 1, json.dumps(attributes), now, now, "{}")
+        row = (name, 1, json.dumps(take_effect(attributes, self._clock.now())), now, now, "{}")
         with self._db.transaction() as connection:
             try:
                 connection.execute("INSERT INTO storage_buckets VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -72,10 +73,11 @@ class Buckets:
         """Replace a bucket's attributes by `edit(attributes)`."""
         with self._db.transaction() as connection:
             bucket = self.get(name, preconditions)
+            attributes = take_effect(edit(bucket.attributes), self._clock.now())
             connection.execute(
                 "UPDATE storage_buckets SET metageneration = metageneration + 1, attributes = ?, updated = ? "
                 "WHERE name = ?",
-                (json.dumps(edit(bucket.attributes)), rfc3339(self._clock.now()), name),
+                (json.dumps(attributes), rfc3339(self._clock.now()), name),
             )
             return self.get(name)
 
@@ -86,6 +88,7 @@ class Buckets:
             if connection.execute(query, (name,)).fetchone():
                 raise StorageError(409, "conflict", f"The bucket you tried to delete is not empty: {name!r}.")
             connection.execute("DELETE FROM storage_buckets WHERE name = ?", (name,))
+            connection.execute("DELETE FROM storage_notifications WHERE bucket = ?", (name,))
 
     def policy(self, name: str) -> dict[str, Any]:
         """The IAM policy; `set_policy` compares its etag, so that a read-modify-write is safe."""

@@ -18,6 +18,8 @@ from .blobs import BlobStore
 from .bucket_routes import BucketRoutes
 from .buckets import Buckets
 from .errors import StorageError, invalid, not_emulated
+from .models import ObjectChange
+from .notifications import Notifications, Topics
 from .object_routes import ObjectRoutes
 from .objects import Objects, OnChange
 from .permissions import guarded
@@ -41,7 +43,7 @@ class StorageEmulator(PassiveEmulator):
 
     `on_change` is called inside the transaction that changes an object, so that its writes to the same database are
     committed with the change or not at all. The emulator stores lifecycle rules, CORS and IAM policies but does not
-    act on them. It answers 501 to notificationConfigs, folders, HMAC keys, holds and retention, encryption keys and
+    act on them. `topics` receive notifications. It answers 501 to folders, HMAC keys, encryption keys and
     soft delete.
     """
 
@@ -52,17 +54,27 @@ class StorageEmulator(PassiveEmulator):
         clock: Clock,
         on_change: OnChange | None = None,
         project: str = "local-project",
+        topics: Topics | None = None,
     ) -> None:
         blobs = BlobStore(db, blob_dir)
         buckets = Buckets(db, clock)
-        objects = Objects(db, clock, buckets, blobs, on_change)
+        notifications = Notifications(db, buckets, topics)
+        listeners = [notifications.publish, *([on_change] if on_change else [])]
+        objects = Objects(db, clock, buckets, blobs, partial(_tell, listeners))
         self._state = State(db, blobs, buckets, objects, Uploads(db, clock), project)
         # Not in start(): at that time the port is bound, and a first upload may have written its blob already.
         blobs.sweep(_blobs_in_use(db))
         self._router = Router(
             [
                 *_below(UPLOAD_ROOTS, UploadRoutes(self._state).routes()),
-                *_below(API_ROOTS, [*ObjectRoutes(self._state).routes(), *BucketRoutes(self._state).routes()]),
+                *_below(
+                    API_ROOTS,
+                    [
+                        *ObjectRoutes(self._state).routes(),
+                        *BucketRoutes(self._state).routes(),
+                        *notifications.routes(),
+                    ],
+                ),
                 Route("POST", BATCH_PATH, partial(answer_batch, self._answer)),
             ]
         )
@@ -96,6 +108,11 @@ class StorageEmulator(PassiveEmulator):
         if call.request is None and not call.path.startswith(API_ROOTS):
             raise invalid(f"{call.path!r} is not supported inside a batch; expected a path below {API_ROOTS[0]}")
         return await answer(self._router, call)
+
+
+def _tell(listeners: Sequence[OnChange], change: ObjectChange) -> None:
+    for listener in listeners:
+        listener(change)
 
 
 def _below(roots: Sequence[str], routes: Sequence[Route]) -> list[Route]:

@@ -18,10 +18,15 @@ Edit = Callable[[Attributes], Attributes]
 
 @dataclass(frozen=True)
 class ObjectChange:
-    """A change of one object. `event` ends Eventarc's event type; `resource` is StorageObjectData as JSON."""
+    """A change of one object. `event` ends Eventarc's event type; `resource` is StorageObjectData as JSON.
+
+    A new version names the generation that it `overwrote`, and the old version the one that it is `overwritten_by`.
+    """
 
     event: Event
     resource: dict[str, Any]
+    overwrote: int | None = None
+    overwritten_by: int | None = None
 
 
 @dataclass(frozen=True)

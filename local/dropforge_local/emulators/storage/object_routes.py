@@ -19,6 +19,7 @@ from .models import Content, Edit, StoredObject
 from .permissions import require_object
 from .preconditions import Preconditions, parse_int64
 from .resources import object_attributes, object_json
+from .retention import HOLDS, RELEASED
 from .state import State
 from .wire import parse_json
 
@@ -139,7 +140,7 @@ class ObjectRoutes:
         with self._state.db.transaction():
             source = self._source(call, call.names["source_bucket"])
             # The copy takes a field that the request omits from the source.
-            attributes = dict(source.attributes)
+            attributes = {name: value for name, value in source.attributes.items() if name not in (*HOLDS, RELEASED)}
             if "metadata" in body:
                 attributes.pop("metadata", None)
             return self._objects.create(

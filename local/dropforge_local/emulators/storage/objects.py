@@ -17,6 +17,7 @@ from .names import check_object_name
 from .permissions import require_bucket, require_object
 from .preconditions import Preconditions
 from .resources import PUBLIC_URL, object_json
+from .retention import after_change, check_removal, of_new_object
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS storage_objects (
@@ -37,9 +38,7 @@ OnChange = Callable[[ObjectChange], None]
 class Objects:
     """All object versions. `on_change` is called inside the transaction that makes the change."""
 
-    def __init__(
-        self, db: Database, clock: Clock, buckets: Buckets, blobs: BlobStore, on_change: OnChange | None
-    ) -> None:
+    def __init__(self, db: Database, clock: Clock, buckets: Buckets, blobs: BlobStore, on_change: OnChange) -> None:
         self._db = db
         self._clock = clock
         self._buckets = buckets
@@ -79,6 +78,7 @@ class Objects:
             require_object("storage.objects.delete", bucket, name)
         if live:
             preconditions.check(live.generation, live.metageneration)
+            check_removal(owner, live, self._clock.now())
         else:
             preconditions.check_absent()
         return owner, live
@@ -89,14 +89,15 @@ class Objects:
         """Create a new live version. A large blob must be on disk; on an error the caller discards it."""
         with self._db.transaction():
             owner, live = self.check_create(bucket, name, preconditions)
+            generation = self._next_generation()
             if live:
-                self._retire(owner, live)
-            now = rfc3339(self._clock.now())
-            stored = StoredObject(bucket, name, self._next_generation(), 1, True, content, attributes, now, now, None)
+                self._retire(owner, live, generation)
+            now, attributes = rfc3339(self._clock.now()), of_new_object(owner, attributes)
+            stored = StoredObject(bucket, name, generation, 1, True, content, attributes, now, now, None)
             self._insert(stored)
             if live:
                 self._drop_bytes(live)
-            self._report("finalized", stored)
+            self._report("finalized", stored, overwrote=live.generation if live else None)
         return stored
 
     def change(
@@ -108,7 +109,7 @@ class Objects:
             stored = replace(
                 old,
                 metageneration=old.metageneration + 1,
-                attributes=edit(old.attributes),
+                attributes=after_change(edit(old.attributes), old.attributes, self._clock.now()),
                 updated=rfc3339(self._clock.now()),
             )
             attributes = json.dumps(stored.attributes)
@@ -123,9 +124,10 @@ class Objects:
     def delete(self, bucket: str, name: str, generation: int | None, preconditions: Preconditions) -> None:
         """Delete a generation permanently; without `generation`, the live version, which versioning archives."""
         with self._db.transaction():
-            stored = self.get(bucket, name, generation, preconditions)
+            stored, owner = self.get(bucket, name, generation, preconditions), self._buckets.get(bucket)
+            check_removal(owner, stored, self._clock.now())
             if generation is None:
-                self._retire(self._buckets.get(bucket), stored)
+                self._retire(owner, stored)
             else:
                 self._erase(stored)
             self._drop_bytes(stored)
@@ -152,24 +154,28 @@ class Objects:
         if not self._is_in_use(blob) and not self._blobs.remove_small(blob):
             self._db.after_commit(lambda: self.discard_blob(blob))
 
-    def _retire(self, owner: Bucket, live: StoredObject) -> None:
-        """Archive the live version in a bucket with versioning; delete it in any other bucket."""
+    def _retire(self, owner: Bucket, live: StoredObject, by: int | None = None) -> None:
+        """Archive the live version in a bucket with versioning; delete it in any other bucket.
+
+        `by` is the generation that overwrites it.
+        """
         if not owner.versioned:
-            self._erase(live)
+            self._erase(live, by)
             return
         archived = replace(live, live=False, deleted=rfc3339(self._clock.now()))
         self._db.connection.execute(
             "UPDATE storage_objects SET live = 0, deleted = ? WHERE bucket = ? AND name = ? AND generation = ?",
             (archived.deleted, live.bucket, live.name, live.generation),
         )
-        self._report("archived", archived)
+        self._report("archived", archived, overwritten_by=by)
 
-    def _erase(self, stored: StoredObject) -> None:
+    def _erase(self, stored: StoredObject, by: int | None = None) -> None:
         self._db.connection.execute(
             "DELETE FROM storage_objects WHERE bucket = ? AND name = ? AND generation = ?",
             (stored.bucket, stored.name, stored.generation),
         )
-        self._report("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
+        deleted = replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now()))
+        self._report("deleted", deleted, overwritten_by=by)
 
     def _insert(self, stored: StoredObject) -> None:
         content = stored.content
@@ -201,6 +207,5 @@ class Objects:
         generation: int = connection.execute("SELECT last FROM storage_generation").fetchone()[0]
         return generation
 
-    def _report(self, event: Event, stored: StoredObject) -> None:
-        if self._on_change:
-            self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL)))
+    def _report(self, event: Event, stored: StoredObject, **others: int | None) -> None:
+        self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL), **others))

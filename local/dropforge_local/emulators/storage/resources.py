@@ -9,6 +9,7 @@ from urllib.parse import quote
 from .errors import invalid, not_emulated
 from .models import Attributes, Bucket, StoredObject
 from .preconditions import etag_of
+from .retention import HOLDS, RELEASED, check_policy
 
 # The host of links in events; a reply links to the host of its request.
 PUBLIC_URL = "https://www.googleapis.com"
@@ -18,19 +19,22 @@ MAX_LABELS = 64
 _OBJECT_FIELDS: dict[str, type] = {
     **dict.fromkeys(("contentType", "contentEncoding", "contentDisposition", "contentLanguage"), str),
     **dict.fromkeys(("cacheControl", "customTime", "storageClass"), str),
+    **dict.fromkeys(HOLDS, bool),
     "metadata": dict,
 }
-_OBJECT_FIELDS_NOT_EMULATED = ("acl", "contexts", "eventBasedHold", "kmsKeyName", "retention", "temporaryHold")
+_OBJECT_FIELDS_NOT_EMULATED = ("acl", "contexts", "kmsKeyName", "retention")
 _BUCKET_FIELDS: dict[str, type] = {
     **dict.fromkeys(("location", "storageClass"), str),
     **dict.fromkeys(("labels", "lifecycle", "versioning", "website", "logging", "iamConfiguration"), dict),
     "cors": list,
+    "defaultEventBasedHold": bool,
+    "retentionPolicy": dict,
 }
 _BUCKET_FIELDS_NOT_EMULATED = (
-    "acl", "autoclass", "billing", "customPlacementConfig", "defaultEventBasedHold", "defaultObjectAcl", "encryption",
-    "hierarchicalNamespace", "ipFilter", "objectRetention", "retentionPolicy", "softDeletePolicy",
+    "acl", "autoclass", "billing", "customPlacementConfig", "defaultObjectAcl", "encryption",
+    "hierarchicalNamespace", "ipFilter", "objectRetention", "softDeletePolicy",
 )  # fmt: skip
-_JSON_KIND: dict[type, str] = {str: "string", dict: "object", list: "array"}
+_JSON_KIND: dict[type, str] = {bool: "boolean", str: "string", dict: "object", list: "array"}
 _STORAGE_CLASSES = ("STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE", "MULTI_REGIONAL", "REGIONAL")
 _LIFECYCLE_ACTIONS = ("Delete", "SetStorageClass", "AbortIncompleteMultipartUpload")
 _MULTI_REGIONS = ("US", "EU", "ASIA")
@@ -60,7 +64,7 @@ def object_json(stored: StoredObject, base_url: str) -> dict[str, Any]:
         "updated": stored.updated,
         "timeStorageClassUpdated": stored.created,
         "timeFinalized": stored.created,
-        **stored.attributes,
+        **{name: value for name, value in stored.attributes.items() if name != RELEASED},
     }
     optional = {"md5Hash": content.md5, "componentCount": content.component_count, "timeDeleted": stored.deleted}
     resource.update({name: value for name, value in optional.items() if value is not None})
@@ -113,6 +117,7 @@ def bucket_attributes(body: dict[str, Any], old: Attributes | None = None) -> At
     _check_storage_class(attributes)
     _check_labels(attributes.get("labels", {}))
     _check_lifecycle(attributes.get("lifecycle", {}))
+    check_policy(attributes, old or {})
     access = attributes.get("iamConfiguration", {}).get("uniformBucketLevelAccess", {})
     if isinstance(access, dict) and access.get("enabled") is False:
         raise not_emulated("iamConfiguration.uniformBucketLevelAccess.enabled = false (per-object ACLs)")

@@ -14,6 +14,7 @@ from multidict import MultiDict, MultiMapping
 from dropforge_local.base.errors import ApiError
 
 from ..kit import paging
+from ..kit.fields import select
 from ..kit.routing import Call, Reply, Router, parse_object
 from .errors import StorageError, database_full, invalid, not_emulated
 
@@ -25,7 +26,7 @@ async def answer(router: Router, call: Call) -> Reply | web.StreamResponse:
     try:
         handler, matched = _find(router, call)
         result: Reply | web.StreamResponse = await handler(matched)
-        return result
+        return _selected(call, result)
     except StorageError as error:
         return refusal(error)
     except sqlite3.OperationalError as error:
@@ -33,6 +34,17 @@ async def answer(router: Router, call: Call) -> Reply | web.StreamResponse:
             raise
         # The transaction is rolled back, so no partial change is visible.
         return refusal(database_full(error))
+
+
+def _selected(call: Call, result: Reply | web.StreamResponse) -> Reply | web.StreamResponse:
+    """The reply with the fields that the query selects."""
+    fields = call.query.get("fields", "")
+    if not fields or not isinstance(result, Reply) or result.body is None:
+        return result
+    try:
+        return replace(result, body=select(result.body, fields))
+    except ValueError as error:
+        raise invalid(str(error), "invalidParameter") from None
 
 
 def refusal(error: StorageError) -> Reply:

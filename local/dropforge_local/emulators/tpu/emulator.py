@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from google.cloud import tpu_v2
@@ -26,13 +27,13 @@ from ..kit.messages import Messages
 from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, OperationMethods, Operations, Step, longrunning, pack
 from ..kit.paging import Paging
-from ..kit.routing import Route
+from ..kit.routing import Call, Handler, Route
 from . import rules
 from .config import TpuConfig
 from .context import make_context
 from .faults import ACTIONS
 from .machines import Machines
-from .methods import LOCATION_METHODS, METHODS, NODE, OPERATION_METHODS
+from .methods import LISTS_V1, LOCATION_METHODS, METHODS, NODE, OPERATION_METHODS, VERSIONS_V1
 from .nodes import Nodes, State
 from .permissions import FURTHER, NEEDS
 from .queued import QueuedResources
@@ -82,14 +83,22 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
             }
         )
         handlers = Guarded(Faulty(self, self._context.faults), NEEDS, FURTHER)
+        self._lists_v1 = rpc.Service("google.cloud.tpu.v1.Tpu", LISTS_V1, handlers)
+        self._versions_v1 = rpc.Service("google.cloud.tpu.v1.Tpu", VERSIONS_V1, handlers)
         self._services = (
             rpc.Service("google.cloud.tpu.v2.Tpu", METHODS, handlers),
-            rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers),
+            rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers, shared=True),
             rpc.Service("google.cloud.location.Locations", LOCATION_METHODS, handlers),
         )
 
     def own_routes(self) -> Sequence[Route]:
-        return [self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output)]
+        v1 = rpc.rest_routes([self._lists_v1])
+        versions = [
+            replace(route, handler=_tensorflow(route.handler)) for route in rpc.rest_routes([self._versions_v1])
+        ]
+        return [
+            self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output), *v1, *versions
+        ]  # fmt: skip
 
     async def start(self) -> None:
         await self._machines.start()
@@ -229,6 +238,18 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
             if part := body.get(action):
                 self._nodes.act(action, self._nodes.find(part))
         self._queued.switches.notify()
+
+
+def _tensorflow(handler: Handler) -> Handler:
+    """The list of runtime versions as version 1 of the API names it."""
+
+    async def serve(call: Call) -> dict[str, Any]:
+        body: dict[str, Any] = await handler(call)
+        for version in (versions := body.pop("runtimeVersions", [])):
+            version["name"] = version["name"].replace("/runtimeVersions/", "/tensorflowVersions/")
+        return {**body, "tensorflowVersions": versions}
+
+    return serve
 
 
 def _accelerator_type(parent: str, part: rules.Slice) -> Any:

@@ -53,3 +53,15 @@ LOCATION_METHODS = methods(
     GetLocation() Location GET /v2/{{name={ZONE}}}
     """,
 )
+# `gcloud compute tpus locations|accelerator-types list` use version 1, whose answers are a part of these.
+LISTS_V1 = (
+    *methods(
+        tpu_v2,
+        f"ListAcceleratorTypes() ListAcceleratorTypesResponse GET /v1/{{parent={LOCATION}}}/acceleratorTypes",
+    ),
+    *methods(locations_pb2, f"ListLocations() ListLocationsResponse GET /v1/{{name={PROJECT}}}/locations"),
+)
+# `gcloud compute tpus versions list`: the same list under another name.
+VERSIONS_V1 = methods(
+    tpu_v2, f"ListRuntimeVersions() ListRuntimeVersionsResponse GET /v1/{{parent={LOCATION}}}/tensorflowVersions"
+)

@@ -12,10 +12,11 @@ from pathlib import Path
 from dropforge_local.base.db import Database
 
 from ....containers.logs import LOG, TIMES
+from ...kit.times import rfc3339
 from ..paths import flag, number
 from ..refusals import Refusal, bad_request
 from ..store import Object
-from ..times import seconds, timestamp
+from ..times import seconds
 from . import status
 from .runner import id_of
 
@@ -137,7 +138,8 @@ def _read_marks(path: Path) -> list[tuple[float, int]]:
 
 
 def _stamped(at: float) -> bytes:
-    return f"{timestamp(at)} ".encode()
+    """The prefix of a line: the kubelet writes nine digits of a second, of which a write's time has six."""
+    return f"{rfc3339(at).removesuffix('Z')}000Z ".encode()
 
 
 def container_of(pod: Object, name: str) -> str:

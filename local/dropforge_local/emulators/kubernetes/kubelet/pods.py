@@ -409,7 +409,9 @@ class PodWorker:
         with self._changing() as pod:
             entry = status.entry(pod, name)
             if "running" not in entry["state"]:
-                entry["state"] = {"running": {"startedAt": timestamp(running.created or self._tools.now())}}
+                # The kernel's time of a start is a little earlier than the clock's, so never before the pod itself.
+                born = seconds(pod["metadata"]["creationTimestamp"])
+                entry["state"] = {"running": {"startedAt": timestamp(max(born, running.created or self._tools.now()))}}
             entry["containerID"] = f"dropforge://{running.id}"
             if init:
                 entry["started"] = True

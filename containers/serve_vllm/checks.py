@@ -1,0 +1,168 @@
+"""What `transformers serve` is asked, checked as vLLM checks it: the engine itself fails at a wrong value with 500.
+
+Fields, types and defaults: vllm/entrypoints/openai/{chat_completion,completion}/protocol.py. The engine takes and
+ignores some fields that vLLM honours, so a request that has one of them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# Fields of OpenAI's requests that `transformers serve` takes and ignores, with the values that change nothing.
+IGNORED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": (),
+    "functions": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+    "web_search_options": (),
+}
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Limit = Annotated[int, Field(ge=1)]
+
+
+class BadRequest(Exception):
+    """A request that vLLM refuses too, or that the stand-in cannot do. `field` names what is wrong."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = False
+
+
+class Part(BaseModel):
+    """A part of a message; a model of texts takes no other type."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part | str] | None = None
+
+
+class Request(BaseModel):
+    """The fields of both routes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Limit | None = None
+
+
+class Chat(Request):
+    """https://platform.openai.com/docs/api-reference/chat/create"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Limit | None = None
+
+
+class Completion(Request):
+    """https://platform.openai.com/docs/api-reference/completions/create. vLLM gives 16 tokens unless told otherwise."""
+
+    prompt: Tokens | Annotated[list[Tokens], Field(min_length=1)] | str | Annotated[list[str], Field(min_length=1)]
+    max_tokens: Limit | None = 16
+
+
+def checked(route: type[Request], body: dict[str, Any], max_model_len: int, count: Callable[[Any], int]) -> Any:
+    """The bodies for the engine: one for each prompt of the request. Raises BadRequest.
+
+    `count` counts the tokens of a body's prompt; it raises ValueError where the chat template refuses the messages.
+    """
+    if refused := refused_field(body):
+        message = f"{refused} is {body[refused]!r:.80}: the engine `transformers` does not do that; vLLM does"
+        raise BadRequest(message, refused)
+    try:
+        values = route.model_validate(_given(body)).model_dump(exclude_none=True)
+    except ValidationError as error:
+        raise _named(error) from None
+    limit = values.pop("max_completion_tokens", None) or values.get("max_tokens")
+    if "messages" in values:
+        values["messages"] = [_with_text(message, at) for at, message in enumerate(values["messages"])]
+    bodies = [{**values, "prompt": prompt} for prompt in _prompts(values["prompt"])] if "prompt" in values else [values]
+    if values.get("stop") and values.get("stream"):
+        raise BadRequest("stop is given for a stream: the engine `transformers` does not do that; vLLM does", "stop")
+    if len(bodies) > 1 and values.get("stream"):
+        raise BadRequest("prompt has several prompts: the engine `transformers` streams one", "prompt")
+    return [each | {"max_tokens": _limit(each, limit, max_model_len, count)} for each in bodies]
+
+
+def refused_field(body: dict[str, Any]) -> str:
+    """The first field that `transformers serve` would ignore; "" if there is none."""
+    wanted = {name: value for name, value in _given(body).items() if name in IGNORED}
+    return next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
+
+
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def cut(text: str, stop: str | list[str]) -> str:
+    """The text before the first of the stop texts; the engine's answer ends with one."""
+    found = [at for each in ([stop] if isinstance(stop, str) else stop) if each and (at := text.find(each)) >= 0]
+    return text[: min(found, default=len(text))]
+
+
+def _limit(body: dict[str, Any], limit: int | None, max_model_len: int, count: Callable[[Any], int]) -> int:
+    """How many tokens an answer may have: without a limit, as many as the context has left."""
+    field = "messages" if "messages" in body else "prompt"
+    try:
+        prompt = count(body)
+    except ValueError as error:
+        raise BadRequest(str(error), field) from None
+    if prompt + (limit or 1) > max_model_len:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt} tokens, "
+            f"and you requested {limit or 'at least 1'} in the answer."
+        )
+        raise BadRequest(message, "max_tokens" if limit and prompt < max_model_len else field)
+    return limit or max_model_len - prompt
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _with_text(message: dict[str, Any], at: int) -> dict[str, Any]:
+    """The message with its parts as one text, joined as vLLM joins them for templates that take texts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if wrong := next((part["type"] for part in parts if part["type"] != "text" or "text" not in part), ""):
+        problem = f"messages[{at}] has a part of type {wrong!r}; expected parts of type 'text' with a text"
+        raise BadRequest(problem, "messages")
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _named(error: ValidationError) -> BadRequest:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(step) for step in first["loc"])
+    return BadRequest(f"{place}: {first['msg']}; it was {first['input']!r:.80}", str(first["loc"][0]))
