@@ -144,7 +144,8 @@ class Gate:
             message = f"The model `{body.get('model')}` does not exist; this endpoint serves `{self._served_name}`."
             return _error(404, message, "NotFoundError", "model")
         if self._is_standin and (name := refused_field(body)):
-            message = f"{name} is {body[name]!r:.80}: the engine `transformers` does not do that; vLLM does"
+            value = "more than text" if name == "messages" else repr(body[name])[:80]
+            message = f"{name} is {value}: the engine `transformers` does not do that; vLLM does"
             return _error(400, message, "BadRequestError", name)
         if problem := self._limit(body):
             return _error(400, problem, "BadRequestError", "messages" if "messages" in body else "prompt")
@@ -200,9 +201,25 @@ class Gate:
 
 
 def refused_field(body: dict[str, Any]) -> str:
-    """The first field that `transformers serve` would ignore; "" if there is none."""
+    """The first field that `transformers serve` would ignore, in part or as a whole; "" if there is none."""
     wanted = {name: value for name, value in body.items() if value is not None and name in IGNORED}
-    return next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
+    ignored = next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
+    messages = body.get("messages")
+    return ignored or ("" if not isinstance(messages, list) or all(map(_is_text, messages)) else "messages")
+
+
+def _is_text(message: Any) -> bool:
+    """Whether a message is text alone. `transformers serve` leaves out images, and the text beside a call of a tool.
+
+    The chat template refuses what is no message.
+    """
+    if not isinstance(message, dict):
+        return True
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return not message.get("tool_calls") and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in parts
+    )
 
 
 def _translated(status: int, text: str) -> web.Response:
