@@ -104,6 +104,11 @@ def evaluation_dataset(dataset: Dataset, evaluation: Evaluation | None) -> Datas
     return dataset.model_copy(update=changes)
 
 
+def held_out_source(dataset: Dataset, evaluation: Evaluation | None) -> str:
+    """The source that errors about a held-out row name."""
+    return (evaluation_dataset(dataset, evaluation) or dataset).source
+
+
 def prepare(
     raw: RawRows,
     dataset: Dataset,

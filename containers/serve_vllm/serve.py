@@ -33,14 +33,16 @@ from dropforge.run.artifacts import Manifest
 from dropforge.run.proof import VARIABLE as RUN_KEY
 
 from .engine import (
+    NO_PARSERS,
     BadSettings,
     EngineName,
+    Parsers,
     Settings,
     choose,
+    choose_parsers,
     engine_environment,
     has_gpu,
     has_tpu,
-    reasoning_parser,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
@@ -86,19 +88,19 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
         log(problem, stage="serve", severity="ERROR")
         return BAD_CONFIG
-    parser = None if engine == "transformers" else find_parser(client, model)
+    parsers = NO_PARSERS if engine == "transformers" else find_parsers(client, model)
     if engine == "vllm":
-        command = vllm_argv(settings, model, parser)
+        command = vllm_argv(settings, model, parsers)
         os.execvp(command[0], command)
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
         download(client, settings, manifest, work / "model")
-        command = vllm_tpu_argv(settings, str(work / "model"), parser)
+        command = vllm_tpu_argv(settings, str(work / "model"), parsers)
         os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
     with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
         directory = Path(name)
         download(client, settings, manifest, directory / "model")
-        return asyncio.run(serve_behind_gate(settings, engine, directory, parser, began))
+        return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, began))
 
 
 def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
@@ -131,16 +133,16 @@ def read_config(client: Any, model: str) -> dict[str, Any]:
     return config
 
 
-def find_parser(client: Any, model: str) -> str | None:
-    """The parser of the model's thoughts, from the committed files; None for a model without thoughts."""
+def find_parsers(client: Any, model: str) -> Parsers:
+    """The parsers of the model's thoughts and calls of tools, from the committed files."""
     bucket, prefix = artifacts.parse_gs_uri(model)
     blob = client.bucket(bucket).blob(f"{prefix}/chat_template.jinja")
     template = blob.download_as_text() if blob.exists() else ""
-    return reasoning_parser(read_config(client, model).get("model_type", ""), template)
+    return choose_parsers(read_config(client, model).get("model_type", ""), template)
 
 
 async def serve_behind_gate(
-    settings: Settings, engine: EngineName, directory: Path, parser: str | None, began: float
+    settings: Settings, engine: EngineName, directory: Path, parsers: Parsers, began: float
 ) -> int:
     """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code."""
     from aiohttp import web
@@ -156,7 +158,7 @@ async def serve_behind_gate(
         describe_answers(directory / "model")
         if settings.sampling == "greedy":
             answer_greedily(directory / "model")
-    process = start_engine(settings, engine, model, port, directory, parser)
+    process = start_engine(settings, engine, model, port, directory, parsers)
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",
         inner_name=model if engine == "transformers" else settings.served_name,
@@ -208,7 +210,7 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
 
 
 def start_engine(
-    settings: Settings, engine: EngineName, model: str, port: int, directory: Path, parser: str | None
+    settings: Settings, engine: EngineName, model: str, port: int, directory: Path, parsers: Parsers
 ) -> subprocess.Popen[bytes]:
     """Start the engine in a process group, for vLLM's further processes. The kernel kills it with this process."""
     if engine == "transformers":
@@ -216,7 +218,7 @@ def start_engine(
     else:
         python = vllm_python()
         assert python is not None, "`choose` names an engine that is installed"
-        command = vllm_cpu_argv(python, settings, model, port, parser)
+        command = vllm_cpu_argv(python, settings, model, port, parsers)
     environment = {**os.environ, **engine_environment(directory)}
     environment.pop(KEY, None)  # the gate checks it
     prepare = _die_with_parent if sys.platform == "linux" else None

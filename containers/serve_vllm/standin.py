@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
+from transformers import AutoTokenizer
 from transformers.cli.serve import Serve
-from transformers.cli.serving import chat_completion, completion, utils
+from transformers.cli.serving import chat_completion, completion, model_manager, utils
 
 ids_of_request: ContextVar[tuple[list[int], list[int]]] = ContextVar("ids_of_request")
 
@@ -28,6 +29,17 @@ class Manager(utils.GenerateManager):  # type: ignore[misc]
         text, length, ids = await super().generate_non_streaming(model, processor, inputs, *args, **options)
         ids_of_request.set((_ids(inputs["input_ids"][0]), _ids(ids)))
         return text, length, ids
+
+
+class Models(model_manager.ModelManager):  # type: ignore[misc]
+    """Loads the tokenizer alone of a model that also sees (Gemma 3): its image processor needs Pillow or torchvision.
+
+    The gate refuses requests with images.
+    """
+
+    def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
+        directory = model_id_and_revision.rpartition("@")[0]
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=self.trust_remote_code)
 
 
 class Sampling:
@@ -109,6 +121,7 @@ def _ids(tensor: Any) -> list[int]:
 def main(model: str, port: str) -> None:
     """Serve until SIGTERM."""
     # `Serve` has no parameters for them; it looks the classes up when it is called.
+    model_manager.ModelManager = Models
     utils.GenerateManager = Manager
     chat_completion.ChatCompletionHandler = Chats
     completion.CompletionHandler = Completions

@@ -45,11 +45,12 @@ def run(work: Work) -> Result:
     tokenizer = chat.load_tokenizer(str(directory), spec.model.trust_remote_code)
     model, missing = load(directory, spec.model.trust_remote_code)
     check_weights(model, missing)
+    check_files(directory, model)
     probe = mean_loss(model, tokenizer, encoded(Data.load(work.rows).probe))
     tolerance = LOSS_TOLERANCE["bfloat16" if prepared["tpu"] else prepared["dtype"]]
     if not abs(probe - trained["loss"]) <= tolerance:
         raise mismatch(f"it has the loss {probe:.6f} where the trained one has {trained['loss']:.6f} (+- {tolerance})")
-    links = {"trained_to_exported": abs(probe - trained["loss"])}
+    links = {"trained_to_exported": abs(probe - trained["loss"]), "saved_to_reloaded": 0.0}
     samples = [row for row in read_rows(work.held_out)[:SAMPLES] if row.messages]
     after = answers(model, tokenizer, samples, work)
     seal(work, model, tokenizer, links)
@@ -89,6 +90,18 @@ def check_weights(model: Any, missing: list[str]) -> None:
         raise mismatch(f"{len(missing)} tensors are missing or of another shape, {missing[0]} among them")
     if broken := [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]:
         raise mismatch(f"{len(broken)} tensors have values that are not finite, {broken[0]} among them")
+
+
+def check_files(directory: Path, model: Any) -> None:
+    """Raise JobError unless the model has the numbers of its files: 16 bits become 32 without rounding."""
+    from safetensors import safe_open
+
+    loaded = model.state_dict()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name not in loaded or not loaded[name].equal(file.get_tensor(name).to(loaded[name].dtype)):
+                    raise mismatch(f"the loaded model has another {name} than {path.name}")
 
 
 def load(directory: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dropforge.fit.batch import batch_of
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.maxtext import SEALED_ROWS
 from dropforge.fit.phases import Row, phase_rows
@@ -114,6 +115,22 @@ def test_logits_of_a_large_batch_are_counted_in_the_evaluation_on_the_chips() ->
     one, four = (spec_of(TPU, training={"per_device_train_batch_size": batch}) for batch in (1, 4))
     more = row_of(four, "evaluate").need.accelerator - row_of(one, "evaluate").need.accelerator
     assert more > 3 * 1024 * 8 * shape_for(one).vocabulary
+
+
+@pytest.mark.parametrize(
+    ("example", "training", "expected"),
+    [
+        (L4, {}, "2 rows, at most 1,024 tokens"),
+        (L4, {"packing": True}, "2 blocks, at most 1,024 tokens"),
+        (L4, {"per_device_train_batch_size": None}, "16 rows, at most 8,192 tokens"),
+        (TPU, {}, "8 blocks, at most 8,192 tokens"),
+        (TPU, {"packing": "auto"}, "8 rows, at most 8,192 tokens"),
+        # MaxText packs short rows where the spec has no batch size: the plan does not know their lengths.
+        (TPU, {"packing": "auto", "per_device_train_batch_size": None}, "8 sequences, at most 8,192 tokens"),
+    ],
+)
+def test_a_step_is_told_in_the_unit_of_the_spec(example: str, training: dict[str, Any], expected: str) -> None:
+    assert str(batch_of(spec_of(example, training=training))).startswith(expected)
 
 
 def test_files_on_cloud_run_count_as_memory_unless_there_is_a_disk() -> None:

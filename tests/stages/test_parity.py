@@ -74,10 +74,14 @@ class Handler(BaseHTTPRequestHandler):
 
 @dataclass
 class Endpoint:
-    """An engine over HTTP. `down` and `wrong` are rows: it fails for the first ones, and answers the others wrongly."""
+    """An engine over HTTP. `down`, `wrong` and `rounded` are rows.
+
+    It fails for the first ones, answers the second ones wrongly, and the third ones with other probabilities.
+    """
 
     down: set[int] = field(default_factory=set)
     wrong: set[int] = field(default_factory=set)
+    rounded: set[int] = field(default_factory=set)
     asked: list[int] = field(default_factory=list)
     url: str = ""
 
@@ -93,6 +97,8 @@ class Endpoint:
         tops = [dict(zip(ids, values, strict=True)) for ids, values in row.top]
         if row.row in self.wrong:
             tops[0] = {9: -0.01, 7: -5.0}
+        if row.row in self.rounded:
+            tops[1] = {8: -0.25, 7: -2.0}
         logprobs = [{str(token): {"logprob": value} for token, value in top.items()} for top in tops]
         choice = {"prompt_token_ids": body["prompt"], "prompt_logprobs": [None, {"5": {"logprob": -1.0}}, *logprobs]}
         return 200, {"choices": [choice]}
@@ -193,6 +199,21 @@ def test_a_difference_is_final(endpoint: Endpoint) -> None:
     assert again == first
     assert repeated is not None
     assert (repeated.error_class, repeated.message) == (ErrorClass.PARITY, error.message)
+
+
+def test_other_probabilities_alone_are_refused_with_the_token_that_differs_most(endpoint: Endpoint) -> None:
+    """All likeliest tokens are right, as after a rounding to few bits. Several calls compare the rows."""
+    memory, parity, error = bucket(), None, None
+    endpoint.rounded = {2}
+    while parity is None or not parity.is_over:
+        parity, error = compare(context(memory, timedelta(seconds=100)), RUN, parity, endpoint.url, MODEL)
+    assert error is not None
+    assert (error.error_class, parity.state) == (ErrorClass.PARITY, "failed")
+    expected = (
+        "most in row 2, token 2 of the answer: token id 8 has a probability of 0.7788, and 0.8187 by the exported "
+        "model; likely cause: dtype, quantisation, or the adapter's scale"
+    )
+    assert error.message.endswith(expected), error.message
 
 
 def test_a_model_without_a_seal_is_served_unsealed(endpoint: Endpoint) -> None:

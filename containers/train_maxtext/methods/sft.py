@@ -39,8 +39,8 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     directory = work.directory / "data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     check_gate(spec, split)
-    max_length, named = spec.training.max_length, spec.dataset.source
-    encoded = tokeniser.encode(split.train, max_length, named)
+    max_length, named = spec.training.max_length, data.held_out_source(spec.dataset, spec.evaluation)
+    encoded = tokeniser.encode(split.train, max_length, spec.dataset.source)
     held_out = tokeniser.encode(split.held_out, max_length, named) if split.held_out else encoded
     check_vocabulary(encoded, vocabulary)
     packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)

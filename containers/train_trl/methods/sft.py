@@ -26,14 +26,14 @@ def read_examples(spec: JobSpec, tokeniser: Tokeniser, client: Any, directory: P
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     evaluation.check_gate(spec, split)
-    max_length, name = spec.training.max_length, spec.dataset.source
-    encoded = tokeniser.encode(split.train, max_length, name)
+    max_length, judged = spec.training.max_length, data.held_out_source(spec.dataset, spec.evaluation)
+    encoded = tokeniser.encode(split.train, max_length, spec.dataset.source)
     return Examples(
         source=source,
         columns={"input_ids": encoded.input_ids, "labels": encoded.labels},
         lengths=encoded.lengths,
         split=split,
-        held_out=tokeniser.encode(split.held_out, max_length, name) if split.held_out else None,
+        held_out=tokeniser.encode(split.held_out, max_length, judged) if split.held_out else None,
         dropped=split.dropped + encoded.dropped,
         truncated=encoded.truncated,
     )

@@ -17,14 +17,15 @@ ROWS_PER_STEP = 8  # rows in one device's batch of train_trl, where the spec has
 class Batch:
     """An optimiser step: `per_device` sequences, `accumulation` times, on `devices` devices.
 
-    blocks: the sequences are blocks of several rows, as the spec asks (packing true). Otherwise a sequence is a row.
+    unit: a sequence is a row of the data set, or a block of several rows as the spec asks (packing true). Without a
+    batch size in the spec, MaxText's trainer decides by the rows' lengths: a sequence is either.
     """
 
     per_device: int
     accumulation: int
     devices: int
     length: int
-    blocks: bool
+    unit: Literal["rows", "blocks", "sequences"]
 
     @property
     def sequences(self) -> int:
@@ -36,10 +37,9 @@ class Batch:
         return self.sequences * self.length
 
     def __str__(self) -> str:
-        unit = "blocks" if self.blocks else "rows"
         devices = f"{self.devices} device{'' if self.devices == 1 else 's'}"
         factors = f"{self.per_device} x {self.accumulation} accumulated x {devices}"
-        return f"{self.sequences} {unit}, at most {self.tokens:,} tokens ({factors})"
+        return f"{self.sequences} {self.unit}, at most {self.tokens:,} tokens ({factors})"
 
 
 def default_batch(trainer: Literal["trl", "maxtext"]) -> int:
@@ -52,4 +52,8 @@ def batch_of(spec: JobSpec) -> Batch:
     training, target = spec.training, spec.target
     per_device = training.per_device_train_batch_size or default_batch(target.trainer)
     accumulation, devices = training.gradient_accumulation_steps, target.machine.devices
-    return Batch(per_device, accumulation, devices, training.max_length, blocks=training.packing is True)
+    unit: Literal["rows", "blocks", "sequences"] = "blocks" if training.packing is True else "rows"
+    chooses = training.packing == "auto" and training.per_device_train_batch_size is None
+    if target.trainer == "maxtext" and training.method != "pretrain" and chooses:
+        unit = "sequences"
+    return Batch(per_device, accumulation, devices, training.max_length, unit)

@@ -146,8 +146,9 @@ class Parity(Stored):
     """The comparison of an endpoint with the seal of its model (run/seal.py).
 
     `rows` and `tokens` are compared so far; `divergence` is their mean, `limit` its bound and `floor` the noise of
-    another attention kernel, all in nats. `ties` counts near-ties in which the endpoint chose the other token. `links`
-    has what the container measured at the export. `reason` says why a model is unsealed.
+    another attention kernel, all in nats. `farthest` is the token that diverges most, by `farthest_divergence`. `ties`
+    counts near-ties in which the endpoint chose the other token. `links` has what the container measured at the export.
+    `reason` says why a model is unsealed.
     """
 
     state: Literal["checking", "sealed", "unsealed", "failed"]
@@ -156,6 +157,8 @@ class Parity(Stored):
     tokens: int = 0
     ties: int = 0
     divergence: float = 0.0
+    farthest: str = ""
+    farthest_divergence: float = -1.0
     limit: float | None = None
     floor: float | None = None
     links: dict[str, float] = {}

@@ -128,12 +128,33 @@ class Difference(NamedTuple):
         )
 
 
+class Farthest(NamedTuple):
+    """The token of an answer whose distribution diverges most, by `divergence` nats.
+
+    `actual` and `expected` are the log-probabilities of `token`, the exported model's likeliest token there.
+    """
+
+    divergence: float
+    row: int
+    position: int
+    token: int
+    actual: float
+    expected: float
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.row}, token {self.position} of the answer: token id {self.token} has a probability of "
+            f"{math.exp(self.actual):.4f}, and {math.exp(self.expected):.4f} by the exported model"
+        )
+
+
 class Agreement(NamedTuple):
-    """A row that agrees: the sum of its divergences, its tokens, and the near-ties that were exchanged."""
+    """A row that agrees: the sum of its divergences, its tokens, the near-ties that were exchanged, its worst token."""
 
     divergence: float
     tokens: int
     ties: int
+    farthest: Farthest
 
 
 def read_seal(client: Any, bucket: str, manifest: Manifest) -> Seal | None:
@@ -200,16 +221,19 @@ def compare_tokens(row: SealedRow, actual: Sequence[Distribution], tie: float) -
 
     The best token may be another only where noise explains it: `tie` is the seal's.
     """
-    total, ties = 0.0, 0
-    for position, (expected, found) in enumerate(zip(row.distributions(), actual, strict=True)):
-        total += divergence(expected, found)
-        if best(found) == best(expected):
+    tokens: list[Farthest] = []
+    ties = 0
+    for position, (expected, found) in enumerate(zip(row.distributions(), actual, strict=True), 1):
+        token, diverges = best(expected), divergence(expected, found)
+        listed = found.get(token, unlisted(found))
+        tokens.append(Farthest(diverges, row.row, position, token, listed, expected[token]))
+        if best(found) == token:
             continue
         if gap(expected, best(found)) > tie:
-            cause = cause_of_weights(total / (position + 1))
-            return Difference(row.row, "answer", position + 1, best(found), best(expected), cause)
+            cause = cause_of_weights(sum(each.divergence for each in tokens) / position)
+            return Difference(row.row, "answer", position, best(found), token, cause)
         ties += 1
-    return Agreement(total, len(row.top), ties)
+    return Agreement(sum(each.divergence for each in tokens), len(tokens), ties, max(tokens))
 
 
 def compare_answer(row: SealedRow, actual: Sequence[int], tie: float) -> bool | Difference:

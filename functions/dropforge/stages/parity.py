@@ -81,7 +81,8 @@ def progress(parity: Parity, seal: Seal, endpoint: Endpoint) -> Iterator[Parity]
     if not parity.divergence < seal.limit:
         raise _differs(
             f"its probabilities diverge by {parity.divergence:.2g} nats on average over {parity.tokens} tokens; "
-            f"expected less than {seal.limit:.2g}; likely cause: {cause_of_weights(parity.divergence)}"
+            f"expected less than {seal.limit:.2g}; most in {parity.farthest}; likely cause: "
+            f"{cause_of_weights(parity.divergence)}"
         )
     yield parity.model_copy(update={"state": "sealed"})
 
@@ -138,9 +139,12 @@ def _with_row(parity: Parity, seal: Seal, row: SealedRow, endpoint: Endpoint) ->
         raise CloudError(ErrorClass.TRANSIENT, message, HINT) from None
     if isinstance(found, Difference):
         raise _differs(str(found))
-    tokens = parity.tokens + found.tokens
+    tokens, farthest = parity.tokens + found.tokens, found.farthest
+    worse = farthest.divergence > parity.farthest_divergence
+    most = {"farthest": str(farthest), "farthest_divergence": farthest.divergence} if worse else {}
     return parity.model_copy(
         update={
+            **most,
             "rows": parity.rows + 1,
             "tokens": tokens,
             "ties": parity.ties + found.ties,

@@ -1,11 +1,18 @@
-"""The batches of an evaluation: their memory has a bound that does not depend on the data."""
+"""The batches of an evaluation, whose memory has a bound that does not depend on the data, and its exact match."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from containers.common.evaluation import _generation_batches
+from containers.common import chat
+from containers.common.evaluation import _generation_batches, evaluate
+from containers.common.rows import Row
 from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS
+
+from .. import same_class
+from ..conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,33 @@ def test_a_generation_holds_a_bounded_number_of_rows_and_tokens(lengths: list[in
     for batch in batches:
         assert len(batch) <= GENERATION_ROWS
         assert len(batch) == 1 or len(batch) * lengths[batch[-1]] <= GENERATION_TOKENS
+
+
+@pytest.mark.slow
+def test_the_thoughts_that_a_template_writes_are_no_part_of_the_answer() -> None:
+    """Qwen 3's template puts empty thoughts before each answer, so that a model which learnt an answer writes them."""
+    base = str(same_class.make(ROOT / "build" / "same_class", "qwen3"))
+    tokenizer = chat.load_tokenizer(base, trust_remote_code=False)
+    question = {"role": "user", "content": "How many orders have amount above 7?"}
+    row = Row((question, {"role": "assistant", "content": "SELECT COUNT(*) FROM orders"}))
+    encoded = chat.encode(tokenizer, [row], 512, "x")
+    model = learn(base, encoded.input_ids[0], encoded.labels[0])
+    score = evaluate(model, tokenizer, [row], encoded, max_new_tokens=40)
+    assert "</think>" in tokenizer.decode([label for label in encoded.labels[0] if label != chat.IGNORED])
+    assert (score.answers, score.exact_match) == (["SELECT COUNT(*) FROM orders"], 1.0)
+
+
+def learn(base: str, ids: list[int], labels: list[int]) -> Any:
+    """The model of the directory `base`, trained on a single row until it knows the answer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        loss = model(input_ids=torch.tensor([list(ids)]), labels=torch.tensor([list(labels)])).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -15,11 +16,13 @@ from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.engine import (
     GREEDY,
     NO_MEDIA,
+    TOOL_CALL_PARSERS,
     BadSettings,
+    Parsers,
     Settings,
     choose,
+    choose_parsers,
     has_tpu,
-    reasoning_parser,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
@@ -29,7 +32,7 @@ from containers.serve_vllm.engine import (
     without_sampling,
 )
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
-from containers.serve_vllm.serve import find_parser
+from containers.serve_vllm.serve import find_parsers
 
 from ..conftest import RUNS
 
@@ -55,32 +58,59 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "template", "parser"),
+    ("model_type", "template", "parsers"),
     [
-        ("qwen3", "{{ '<think>' }}", "qwen3"),
-        ("qwen3", "{{ messages }}", None),  # fine-tuned from a base without the template of thoughts
-        ("gemma3", "{{ messages }}", None),
-        ("", "", None),
+        ("qwen3", "{{ '<think>' }}", Parsers("qwen3")),
+        ("qwen3", "{{ messages }}", Parsers()),  # fine-tuned from a base without the template of thoughts
+        ("qwen3_moe", "{{ '<tool_call><function=' }}", Parsers(None, "qwen3_coder")),
+        ("llama", "{{ '<tool_call>' }}", Parsers(None, "hermes")),
+        ("mistral", "{{ '[TOOL_CALLS]' }}", Parsers(None, "mistral")),
+        ("gemma3", "{{ '<tool_call>' }}", Parsers()),
+        ("", "", Parsers()),
     ],
 )
-def test_thoughts_are_parsed_where_the_template_has_them(model_type: str, template: str, parser: str | None) -> None:
-    assert reasoning_parser(model_type, template) == parser
-    found = ["--reasoning-parser", parser] if parser else []
+def test_thoughts_and_calls_are_parsed_where_the_template_has_them(
+    model_type: str, template: str, parsers: Parsers
+) -> None:
+    assert choose_parsers(model_type, template) == parsers
     for argv in (
-        vllm_argv(settings(), "gs://runs/m", parser),
-        vllm_tpu_argv(settings(), "/m", parser),
-        vllm_cpu_argv("python", settings(), "/m", 9000, parser),
+        vllm_argv(settings(), "gs://runs/m", parsers),
+        vllm_tpu_argv(settings(), "/m", parsers),
+        vllm_cpu_argv("python", settings(), "/m", 9000, parsers),
     ):
-        at = argv.index("--reasoning-parser") if "--reasoning-parser" in argv else len(argv)
-        assert argv[at : at + 2] == found
+        flags = dict(zip(argv, [*argv[1:], ""], strict=True))
+        assert (flags.get("--reasoning-parser"), flags.get("--tool-call-parser")) == parsers
+        assert ("--enable-auto-tool-choice" in argv) is (parsers.tool_calls is not None)
 
 
-def test_the_parser_is_read_from_the_committed_files(cloud: Any) -> None:
+TEMPLATES = [
+    ("qwen3", "qwen3", Parsers("qwen3", "hermes")),
+    ("qwen3_moe", "qwen3_instruct_2507", Parsers(None, "hermes")),
+    ("qwen2", "qwen2_5", Parsers(None, "hermes")),
+    ("llama", "llama3", Parsers()),
+    ("llama", "llama3_1", Parsers(None, "llama3_json")),
+    ("llama", "llama3_2", Parsers(None, "llama3_json")),
+    ("gemma3", "gemma3", Parsers()),
+    ("gemma", "gemma", Parsers()),
+]
+
+
+@pytest.mark.parametrize(("model_type", "name", "parsers"), TEMPLATES, ids=[name for _, name, _ in TEMPLATES])
+def test_the_parsers_of_a_family_follow_its_own_template(model_type: str, name: str, parsers: Parsers) -> None:
+    """TRL has copies of the templates."""
+    trl = importlib.util.find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    template = Path(trl.origin).with_name("chat_templates") / f"{name}.jinja"
+    assert choose_parsers(model_type, template.read_text()) == parsers
+
+
+def test_the_parsers_are_read_from_the_committed_files(cloud: Any) -> None:
     prefix = f"models/{uuid.uuid4().hex}/attempt-1/model"
-    for name, text in (("config.json", '{"model_type": "qwen3"}'), ("chat_template.jinja", "<think>")):
+    for name, text in (("config.json", '{"model_type": "qwen3"}'), ("chat_template.jinja", "<think> <tool_call>")):
         cloud.put(RUNS, f"{prefix}/{name}", text)
-    assert find_parser(cloud.client, f"gs://{RUNS}/{prefix}") == "qwen3"
-    assert find_parser(cloud.client, f"gs://{RUNS}/models/without/files") is None
+    assert find_parsers(cloud.client, f"gs://{RUNS}/{prefix}") == ("qwen3", "hermes")
+    assert find_parsers(cloud.client, f"gs://{RUNS}/models/without/files") == (None, None)
 
 
 def test_several_gpus_hold_one_model_together() -> None:
@@ -236,15 +266,17 @@ def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
     """The parser of the CPU build (`make vllm`); the images have other versions of vLLM, for GPUs and TPUs."""
     several = {**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "2"}
     chosen = [Settings.from_environment({**several, "DROPFORGE_SAMPLING": name}) for name in ("greedy", "base_model")]
+    known = {parser: Parsers("qwen3", parser) for _, _, parser in TOOL_CALL_PARSERS}
     lines = [
         line
         for each in chosen
         for line in (
-            vllm_argv(each, "gs://runs/m", "qwen3")[2:],  # after `vllm serve`
-            vllm_tpu_argv(each, "/m", "qwen3")[2:],
-            vllm_cpu_argv("python", each, "/m", 9000, "qwen3")[3:],  # after `python -m MODULE`
+            vllm_argv(each, "gs://runs/m", known["hermes"])[2:],  # after `vllm serve`
+            vllm_tpu_argv(each, "/m", known["hermes"])[2:],
+            vllm_cpu_argv("python", each, "/m", 9000, known["hermes"])[3:],  # after `python -m MODULE`
         )
     ]
+    lines += [vllm_tpu_argv(chosen[0], "/m", each)[2:] for each in known.values()]
     script = Path(__file__).with_name("parse_flags.py")
     done = subprocess.run(
         [vllm_environment / "bin" / "python", script],
@@ -254,6 +286,9 @@ def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
         check=True,
     )
     parsed = json.loads(done.stdout)
+    parsed, others = parsed[:6], parsed[6:]
+    assert [each["tool_call_parser"] for each in others] == list(known)
+    assert {each["enable_auto_tool_choice"] for each in [*parsed, *others]} == {True}
     assert [each["generation_config"] for each in parsed] == ["vllm"] * 3 + ["auto"] * 3
     assert [each["override_generation_config"] for each in parsed] == [{"temperature": 0.0}] * 3 + [{}] * 3
     assert {(each["max_model_len"], each["reasoning_parser"]) for each in parsed} == {(1024, "qwen3")}

@@ -248,6 +248,7 @@ WRONG_FIELDS = [
     {"max_tokens": 100_000},
     {"messages": [{"content": "no role"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.invalid/b"}}]}]},
+    {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1", "type": "function"}]}]},
 ]
 
 

@@ -339,7 +339,7 @@ def test_the_exported_model_is_sealed(chain: Chain, cloud: Any) -> None:
     assert seal is not None
     assert [row.row for row in seal.rows] == list(range(1, 17))
     assert seal.noise.divergence > 0
-    assert seal.links == {"trained_to_exported": chain.manifest.metrics["trained_to_exported"]}
+    assert seal.links == {name: chain.manifest.metrics[name] for name in ("trained_to_exported", "saved_to_reloaded")}
     tokenizer = load_tokenizer(str(chain.disk / "export" / "model"), trust_remote_code=False)
     answers = [tokenizer.decode(row.answer, skip_special_tokens=True).strip() for row in seal.rows]
     samples = json.loads(read_artifact(cloud.client, RUNS, chain.manifest, "samples.json"))

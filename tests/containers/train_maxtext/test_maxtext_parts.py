@@ -17,6 +17,7 @@ from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
+from containers.train_maxtext import check
 from containers.train_maxtext.batches import Data, Rows, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
@@ -35,6 +36,9 @@ from dropforge.cloud.clients import Clients
 from dropforge.fit.maxtext import FAMILIES as KNOWN_FAMILIES
 from dropforge.fit.maxtext import padded_length
 from dropforge.spec import JobSpec
+
+from .. import same_class
+from ..conftest import ROOT
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
     "model_type": "qwen3",
@@ -267,6 +271,17 @@ def test_exported_tensors_are_the_base_s_by_name_shape_and_type(tmp_path: Path) 
     for exported in ({}, {"a": ("F32", [3, 2])}, {"a": ("BF16", [2, 3])}, {**base, "b": ("F32", [1])}):
         with pytest.raises(JobError, match=r"1 of [12] exported tensors differ from the base model"):
             check_tensors(base, exported, "float32", tied=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama31"])
+def test_the_loaded_export_is_compared_with_its_files_in_every_bit(family: same_class.Family, tmp_path: Path) -> None:
+    directory = same_class.make(ROOT / "build" / "same_class", family)
+    model, missing = check.load(directory, trust_remote_code=False)
+    check.check_weights(model, missing)
+    check.check_files(directory, model)
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] += 1
+    with pytest.raises(JobError, match=r"has another model\.layers\.1\.self_attn\.v_proj\.weight than model"):
+        check.check_files(directory, model)
 
 
 def test_a_stage_that_was_killed_says_whether_another_attempt_may_help(

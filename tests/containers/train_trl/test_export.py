@@ -160,6 +160,46 @@ def test_the_comparison_passes_a_good_export_and_refuses_a_wrong_one(tmp_path: P
         parity.check(trained, export.reload(tmp_path / "export", None, spec), rows)
 
 
+@pytest.mark.parametrize(
+    ("serve", "kept"),
+    [({}, False), ({"sampling": "base_model"}, True), (None, True)],
+    ids=["greedy", "base_model", "no endpoint"],
+)
+def test_the_base_s_sampling_defaults_survive_only_if_the_spec_says_so(
+    serve: dict[str, Any] | None, kept: bool, tmp_path: Path
+) -> None:
+    """The evaluation is greedy. The base has do_sample, a temperature and top_k; all its last tokens stay."""
+    from containers.common.chat import load_tokenizer
+
+    base = base_of("qwen3")
+    tokenizer = load_tokenizer(str(base), trust_remote_code=False)
+    endpoint = None if serve is None else {"type": "cloud_run", "ttl": "1h", **serve}
+    spec = parse_spec(json.dumps(job_spec(serve=endpoint)).encode())
+    export.save(base, adapted(base, tmp_path / "checkpoint"), tokenizer, tmp_path / "export", spec)
+    before, after = (
+        json.loads((directory / "generation_config.json").read_text())
+        for directory in (base, tmp_path / "export" / "model")
+    )
+    assert {"do_sample", "temperature", "top_k"} <= before.keys()
+    assert ({"do_sample", "temperature", "top_k"} <= after.keys()) is kept
+    assert ({"temperature", "top_k"} & after.keys() != set()) is kept
+    assert set(before["eos_token_id"]) <= set(after["eos_token_id"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_model_is_compared_with_its_files_in_every_bit(family: same_class.Family, tmp_path: Path) -> None:
+    """Names in a class and in its files differ (Gemma 3), and a file may be one of several shards."""
+    base = tmp_path / "model"
+    shutil.copytree(base_of(family), base)
+    served = export.load(base, None, job())
+    saved = [name for path in merge.weight_files(base) for name in safetensors.load_file(path)]
+    assert export.check_weights(tmp_path, served) == len(saved)
+    parameter = next(parameter for name, parameter in served.named_parameters() if name.endswith("v_proj.weight"))
+    parameter.data[0, 0] += 1
+    with pytest.raises(JobError, match=r"the loaded model has another .* than the saved one"):
+        export.check_weights(tmp_path, served)
+
+
 def test_a_tokenizer_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     from containers.common.chat import load_tokenizer
     from containers.common.rows import Row

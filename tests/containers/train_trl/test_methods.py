@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from typing import get_args
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from containers.common.errors import BAD_CONFIG, JobError
+from containers.common.tokenise import Tokeniser
 from containers.train_maxtext import methods as maxtext_methods
 from containers.train_trl.methods import METHODS, Method, load_method
-from dropforge.spec import JobSpec, registry
+from dropforge.spec import JobSpec, parse_spec, registry
+
+from ..conftest import DATA, job_spec
+from ..lazy import Lazy
+
+callbacks = Lazy("containers.train_trl.callbacks")
 
 
 def test_each_method_of_the_spec_is_in_an_image() -> None:
@@ -39,3 +49,47 @@ def test_an_unknown_method_is_refused_with_the_known_methods() -> None:
     with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of sft") as caught:
         load_method("dpo")
     assert caught.value.exit_code == BAD_CONFIG
+
+
+def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(cloud: Any, base_model: Path, tmp_path: Path) -> None:
+    """The template refuses a question of the other data set. Its rows have numbers of their own."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(base_model / name, tmp_path)
+    refuse = "{% if 'unseen 3' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(refuse + (base_model / "chat_template.jinja").read_text())
+    seen = [{"question": f"how many cars cost {n}", "context": "cars", "answer": f"select {n}"} for n in range(40)]
+    unseen = [{**row, "question": f"unseen {n}"} for n, row in enumerate(seen[:8])]
+    for name, rows in (("seen", seen), ("unseen", unseen)):
+        cloud.put(DATA, f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
+    source = f"gs://{DATA}/unseen.jsonl"
+    document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
+    spec, tokeniser = parse_spec(json.dumps(document).encode()), Tokeniser.load(str(tmp_path), False, "sft", None)
+    with pytest.raises(JobError, match=f"refuses row 3 of {source}"):
+        load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
+
+
+def test_a_disk_holds_the_newest_checkpoint_and_the_one_before_it_while_that_is_uploaded(tmp_path: Path) -> None:
+    """The plan counts two (fit/phases.py): the older ones are deleted once the bucket has them."""
+    events: list[str] = []
+
+    def listed() -> str:
+        return " ".join(sorted(path.name for path in tmp_path.iterdir()))
+
+    store = SimpleNamespace(
+        wait=lambda: events.append(f"uploaded, beside {listed()}"),
+        save=lambda step, local, notes: events.append(f"saves {step}, beside {listed()}"),
+    )
+    world = SimpleNamespace(sharded=False, first_here=True)
+    uploads = callbacks.UploadCheckpoints(store, {}, world)
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        state = SimpleNamespace(global_step=step, max_steps=9)
+        uploads.on_save(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    assert events == [
+        "uploaded, beside checkpoint-1",
+        "saves 1, beside checkpoint-1",
+        "uploaded, beside checkpoint-1 checkpoint-2",
+        "saves 2, beside checkpoint-2",
+        "uploaded, beside checkpoint-2 checkpoint-3",
+        "saves 3, beside checkpoint-3",
+    ]

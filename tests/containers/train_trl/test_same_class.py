@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
-from dropforge.run.artifacts import checkpoints, download_prefix, upload_directory, verify_manifest
+from dropforge.run.artifacts import Manifest, checkpoints, download_prefix, upload_directory, verify_manifest
+from dropforge.run.record import Parity
+from dropforge.run.seal import read_seal
+from dropforge.stages.parity import Endpoint, progress
+from dropforge_local.base.ports import free_port
 
 from .. import same_class
 from ..conftest import DATA, ROOT, RUN_KEY, RUNS
+from ..serve_vllm.test_serve import PORTS, SEALED_ROWS, start, wait_until_ready
 from .test_fsdp import newest_step, rank_processes, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # Every family in another way: the training, the export and the evaluation of each differ by it.
 ADAPTERS: dict[same_class.Family, dict[str, Any]] = {
@@ -84,6 +90,25 @@ def test_a_run_ends_with_a_model_that_loads_as_its_base_does(
     stops = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     known = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
     assert set(known if isinstance(known, list) else [known]) <= set(stops)
+    assert served(cloud, manifest) == "sealed"
+
+
+def served(cloud: Any, manifest: Manifest) -> str:
+    """How stage deploy finds an endpoint of the model: the serving container, with `transformers serve`."""
+    seal, port = read_seal(cloud.client, RUNS, manifest), free_port(PORTS, set())
+    assert seal is not None
+    seal = seal.model_copy(update={"rows": seal.rows[:SEALED_ROWS]})
+    uri, url = f"gs://{RUNS}/models/{manifest.run}", f"http://127.0.0.1:{port}"
+    process = start(cloud, uri, port, DROPFORGE_ENGINE="transformers", DROPFORGE_MAX_MODEL_LEN="1024")
+    try:
+        wait_until_ready(process, url)
+        with requests.Session() as session:
+            *_, found = progress(Parity(state="checking"), seal, Endpoint(session, url, "text-to-sql"))
+    finally:
+        process.terminate()
+        process.communicate()
+    assert found.rows == SEALED_ROWS
+    return found.state
 
 
 @pytest.mark.parametrize(("family", "adapter"), RUNS_OF_TWO, ids=name_of)
