@@ -24,6 +24,7 @@ from dropforge.run.store import RunStore
 from .deployment import Deployment
 from .display import duration
 from .problems import CliError
+from .result import show_result
 
 BAR_WIDTH = 40
 LINES_PER_TRAINING = 10  # progress lines without a terminal
@@ -88,12 +89,13 @@ def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
 
 
 def watch(deployment: Deployment, run: str, out: Console) -> bool:
-    """Show a run until it is terminal; return whether it succeeded. Ctrl-C does not end the run."""
+    """Show a run until it is terminal, then its result; return whether it succeeded. Ctrl-C does not end the run."""
     try:
         record = show_until_terminal(deployment, run, out)
     except KeyboardInterrupt:
         out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
+    show_result(record, utc_now(), out)
     return record.state is RunState.SUCCEEDED
 
 
@@ -204,7 +206,7 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
         stages.add_row(
             Text("✓" if succeeded else "✗", "green" if succeeded else "red"), Text(record.state.lower(), "bold")
         )
-    parts: list[Text | Table] = [header, stages]
+    parts: list[Text | Table | Group] = [header, stages]
     if wait := describe_wait(record):
         parts.append(Text(wait))
     if snapshot.progress is not None:
@@ -218,12 +220,10 @@ def describe_wait(record: Record) -> str:
     return "" if wait is None else f"waits for a place: number {wait.place} by {wait.rule} of the deployment's policy"
 
 
-def bar(progress: Progress) -> Table:
-    """Return a progress bar with its text."""
-    grid = Table.grid(padding=(0, 2))
+def bar(progress: Progress) -> Group:
+    """Return a progress bar, and its text below it: both fit 80 columns."""
     total = float(max(1, progress.total_steps))
-    grid.add_row(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
-    return grid
+    return Group(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
 
 
 def describe_progress(progress: Progress) -> str:

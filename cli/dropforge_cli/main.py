@@ -36,7 +36,7 @@ COMMANDS = {
         "Train on each target of a deployment, check every promise, end everything; exit 1 if a promise is broken.",
     ),
     "submit": Lazy("specs", "Drop a job spec into the specs bucket; prints the run's id."),
-    "runs": Lazy("runs", "List every run, newest first."),
+    "runs": Lazy("runs", "List runs, newest first, as many columns as the terminal has room for."),
     "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
     "logs": Lazy("logs", "Print the logs of a run's training and of its endpoint."),
     "cancel": Lazy("runs", "Request the end of a run, or of the endpoint of a finished run."),

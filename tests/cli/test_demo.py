@@ -179,7 +179,7 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert "succeeded" in watched
     assert run in output("runs")
     assert json.loads(output("status", run, "--json"))["state"] == "SUCCEEDED"
-    assert f"jobs/df-{run}-a1  gone" in output("status", run)
+    assert re.search(rf"^gone      projects/.*/jobs/df-{run}-a1$", output("status"), re.M)
 
     hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).splitlines()[0]
     follower = start("logs", hanging, "--follow", command=COMMAND)
