@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TextIO, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from .plain import PlainConsole
 
 PIPE_WIDTH = 240  # output for programs or files is not wrapped at 80
+QUICK_SECONDS = 1.0  # shorter work shows no bar
 
 T = TypeVar("T")
 
@@ -41,10 +43,20 @@ def working(text: str) -> AbstractContextManager[object]:
     return stderr().status(text)
 
 
-def counted(items: Iterable[T], total: int, text: str) -> Iterable[T]:
-    """Yield the items; on a terminal, a bar shows how many of them there are so far."""
-    out = stderr()
-    return track(items, text, total, console=out, transient=True, disable=not out.is_terminal)
+def counted(items: Iterable[T], total: int, text: str) -> Iterator[T]:
+    """Yield the items; on a terminal, a bar appears after a second and shows how many of them there are so far."""
+    out, began = stderr(), time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
+    task = progress.add_task(text, total=total)
+    try:
+        for item in items:
+            if time.monotonic() - began > QUICK_SECONDS:
+                progress.start()
+            progress.advance(task)
+            yield item
+    finally:
+        progress.stop()
 
 
 def titled(title: str, text: str = "") -> Text:

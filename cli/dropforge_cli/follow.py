@@ -206,7 +206,7 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
         stages.add_row(
             Text("✓" if succeeded else "✗", "green" if succeeded else "red"), Text(record.state.lower(), "bold")
         )
-    parts: list[Text | Table | Group] = [header, stages]
+    parts: list[Text | Table] = [header, stages]
     if wait := describe_wait(record):
         parts.append(Text(wait))
     if snapshot.progress is not None:
@@ -220,10 +220,12 @@ def describe_wait(record: Record) -> str:
     return "" if wait is None else f"waits for a place: number {wait.place} by {wait.rule} of the deployment's policy"
 
 
-def bar(progress: Progress) -> Group:
+def bar(progress: Progress) -> Table:
     """Return a progress bar, and its text below it: both fit 80 columns."""
-    total = float(max(1, progress.total_steps))
-    return Group(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
+    rows = Table.grid()
+    rows.add_row(ProgressBar(float(max(1, progress.total_steps)), float(progress.step), BAR_WIDTH))
+    rows.add_row(Text(describe_progress(progress)))
+    return rows
 
 
 def describe_progress(progress: Progress) -> str:

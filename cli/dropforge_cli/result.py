@@ -17,7 +17,8 @@ def show_result(record: Record, now: datetime, out: Console) -> None:
     if parts := _metrics(record.metrics):
         out.print(joined(parts, out.width))
     if record.endpoint is not None:
-        out.print(_endpoint(record.endpoint, now), soft_wrap=True)
+        out.print(f"endpoint {record.endpoint.url}/v1", soft_wrap=True)
+        out.print(f"  model {record.endpoint.model}, {_lifetime(record.endpoint, now)}")
     if record.attempts:
         training, serving = record.training_cost(now), record.serving_cost(now)
         parts = [f"training {usd(training)}"] + ([] if serving == 0 else [f"endpoint at most {usd(serving)}"])
@@ -46,12 +47,8 @@ def _metrics(metrics: dict[str, float | None]) -> list[str]:
     return parts
 
 
-def _endpoint(endpoint: Endpoint, now: datetime) -> str:
-    until = f"until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
-    if endpoint.limit == "max_cost_usd":
-        until += ", when the budget is spent"
+def _lifetime(endpoint: Endpoint, now: datetime) -> str:
     if endpoint.ended:
-        until = f"ended {endpoint.ended:%Y-%m-%d %H:%M} UTC"
-    elif endpoint.expires <= now:
-        until = f"expired {endpoint.expires:%Y-%m-%d %H:%M} UTC"
-    return f"endpoint {endpoint.url}/v1, model {endpoint.model}, {until}"
+        return f"ended {endpoint.ended:%Y-%m-%d %H:%M} UTC"
+    spent = ", when the budget is spent" if endpoint.limit == "max_cost_usd" else ""
+    return f"{'until' if now < endpoint.expires else 'expired'} {endpoint.expires:%Y-%m-%d %H:%M} UTC{spent}"

@@ -212,7 +212,7 @@ def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
     """Print a run for people."""
     record, now = snapshot.record, utc_now()
     out.print(titled(record.run, f"{record.name}  {record.state}"))
-    out.print(f"from {record.source}, created {record.created:%Y-%m-%d %H:%M:%S} UTC", soft_wrap=True)
+    out.print(f"created {record.created:%Y-%m-%d %H:%M:%S} UTC from {record.source}", soft_wrap=True)
     if record.cancel_requested and not record.state.is_terminal:
         out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}")
     if waits := describe_wait(record):

@@ -212,9 +212,10 @@ def test_a_watched_success_ends_with_metrics_and_endpoint(
     with ThreadPoolExecutor() as pool:
         pool.submit(deployed.store.update, RUN, lambda record: record.model_copy(update=ended))
         assert watch(hurried, RUN, Console(file=out, width=120, force_terminal=terminal, color_system=None))
-    assert out.getvalue().replace(SHOW_CURSOR, "").splitlines()[-3:] == [
+    assert out.getvalue().replace(SHOW_CURSOR, "").splitlines()[-4:] == [
         "exact_match 0.25 → 0.5",
-        "endpoint https://e.run.app/v1, model job, ended 2026-11-20 14:30 UTC",
+        "endpoint https://e.run.app/v1",
+        "  model job, ended 2026-11-20 14:30 UTC",
         "cost so far: $3.00 (training $1.00, endpoint at most $2.00)",
     ]
 
