@@ -40,6 +40,7 @@ COMMANDS = {
     "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
     "logs": Lazy("logs", "Print the logs of a run's training and of its endpoint."),
     "cancel": Lazy("runs", "Request the end of a run, or of the endpoint of a finished run."),
+    "cost": Lazy("cost", "Add up what runs and endpoints have cost so far, beside their maximum."),
     "audit": Lazy(
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
     ),
