@@ -164,7 +164,7 @@ def show(groups: list[Group], total: Group, by: str, still_open: int) -> None:
         rows.add_row(*group.row())
     stdout().print(rows)
     if still_open:
-        stderr().print(f"the cost so far: {still_open} runs or endpoints have not ended", style="dim")
+        stderr().print(f"so far: runs that have not ended, or still serve: {still_open}", style="dim")
 
 
 def as_table_of_values(groups: list[Group]) -> str:

@@ -77,7 +77,7 @@ def test_a_run_that_has_not_ended_is_noted(deployed: Deployed) -> None:
     assert deployed.run("cost").stdout == "no runs, so no cost\n"
     deployed.record("a-0123456789ab", RunState.TRAINING, attempts=[attempt(ended=None)])
     result = deployed.run("cost", "--by", "label:team")
-    assert "1 runs or endpoints have not ended" in result.stderr
+    assert "have not ended, or still serve: 1" in result.stderr
     assert result.stdout.splitlines()[1].split()[:2] == ["-", "1"]
 
 
