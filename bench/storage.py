@@ -24,7 +24,7 @@ CALLS_PER_THREAD = 100
 BIG_BYTES = 64 * 2**20
 KIBIBYTE = b"x" * 1024
 
-_SERVER = """
+SERVER = """
 import pathlib, sys
 from dropforge_local.base.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
@@ -41,7 +41,7 @@ with BackgroundServer(build) as server:
 def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-c", SERVER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         try:
             assert server.stdout is not None
@@ -54,7 +54,7 @@ def main() -> None:
 def measure(url: str) -> None:
     """Print the figures of the server at `url`."""
     os.environ["STORAGE_EMULATOR_HOST"] = url
-    bucket = _client().create_bucket("bench")
+    bucket = client().create_bucket("bench")
     blob = bucket.blob("object")
     blob.upload_from_string(KIBIBYTE)
     for index in range(1000):
@@ -70,7 +70,7 @@ def measure(url: str) -> None:
     _report_throughput(bucket)
 
 
-def _client() -> storage.Client:
+def client() -> storage.Client:
     return storage.Client(project="local-project", credentials=AnonymousCredentials())
 
 
@@ -93,7 +93,7 @@ def _report_threads() -> None:
     """Upload from several threads; the client's own Python code takes most of the time."""
 
     def work(thread: int) -> None:
-        bucket = _client().bucket("bench")
+        bucket = client().bucket("bench")
         for index in range(CALLS_PER_THREAD):
             bucket.blob(f"threads/{thread}/{index}").upload_from_string(KIBIBYTE)
 

@@ -16,10 +16,10 @@ from dropforge.stages.sweep.orphans import list_all, serves
 
 from .deployment import connect
 from .display import stderr, stdout, table
+from .listing import READERS
 from .options import json_option, state_option
 from .plain import echo_json
 from .problems import FAILED
-from .runs import READERS
 
 UNOWNED, MISSING, REMAINING = "unowned", "missing", "remaining"
 MEANING = {

@@ -24,6 +24,7 @@ from dropforge.run.store import RunStore
 from .deployment import Deployment
 from .display import duration
 from .problems import CliError
+from .result import show_result
 
 BAR_WIDTH = 40
 LINES_PER_TRAINING = 10  # progress lines without a terminal
@@ -88,12 +89,13 @@ def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
 
 
 def watch(deployment: Deployment, run: str, out: Console) -> bool:
-    """Show a run until it is terminal; return whether it succeeded. Ctrl-C does not end the run."""
+    """Show a run until it is terminal, then its result; return whether it succeeded. Ctrl-C does not end the run."""
     try:
         record = show_until_terminal(deployment, run, out)
     except KeyboardInterrupt:
         out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
+    show_result(record, utc_now(), out)
     return record.state is RunState.SUCCEEDED
 
 
@@ -226,11 +228,11 @@ def describe_wait(record: Record) -> str:
 
 
 def bar(progress: Progress) -> Table:
-    """Return a progress bar with its text."""
-    grid = Table.grid(padding=(0, 2))
-    total = float(max(1, progress.total_steps))
-    grid.add_row(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
-    return grid
+    """Return a progress bar, and its text below it: both fit 80 columns."""
+    rows = Table.grid()
+    rows.add_row(ProgressBar(float(max(1, progress.total_steps)), float(progress.step), BAR_WIDTH))
+    rows.add_row(Text(describe_progress(progress)))
+    return rows
 
 
 def describe_progress(progress: Progress) -> str:

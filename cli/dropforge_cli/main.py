@@ -1,45 +1,76 @@
-"""The `dropforge` command: its subcommands, and the exit codes after errors and Ctrl-C."""
+"""The `dropforge` command: its subcommands, and the exit codes after errors and Ctrl-C.
+
+A command's module is imported when the command is called: most modules import Google's clients, which takes a second.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import click
 
 from dropforge import __version__
 
-from .audit import audit
-from .demo import demo
-from .local import down, up
-from .logs import logs
-from .plain import echo
-from .plan import plan
-from .policy import policy
-from .preflight import preflight
-from .problems import INTERRUPTED, explained
-from .runs import cancel, runs, status
-from .smoke import smoke
-from .specs import submit, validate
+
+class Lazy(NamedTuple):
+    """A command that is not imported yet: the module that has a command of its name, and its help in one sentence."""
+
+    module: str
+    help: str
+
+
+# In the order of their use. tests/cli/test_main.py compares each sentence with the command's own.
+COMMANDS = {
+    "demo": Lazy("demo", "Train and serve a small model on this machine, then end everything it started."),
+    "up": Lazy("local", "Start the local stack: emulated Google APIs and the functions, on this machine only."),
+    "down": Lazy("local", "Stop the local stack and every container that it started, even after the stack was killed."),
+    "validate": Lazy("specs", "Check job specs without dropping them."),
+    "plan": Lazy("plan", "Show the resources, the memory and the maximum cost of a job spec."),
+    "preflight": Lazy(
+        "preflight", "Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."
+    ),
+    "policy": Lazy("policy", "Check or show what an operator allows specs to use."),
+    "smoke": Lazy(
+        "smoke",
+        "Train on each target of a deployment, check every promise, end everything; exit 1 if a promise is broken.",
+    ),
+    "submit": Lazy("specs", "Drop a job spec into the specs bucket; prints the run's id."),
+    "runs": Lazy("runs", "List runs, newest first, as many columns as the terminal has room for."),
+    "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
+    "logs": Lazy("logs", "Print the logs of a run's training and of its endpoint."),
+    "cancel": Lazy("runs", "Request the end of a run, or of the endpoint of a finished run."),
+    "cost": Lazy("cost", "Add up what runs and endpoints have cost so far, beside their maximum."),
+    "audit": Lazy(
+        "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
+    ),
+    "workflows": Lazy("workflows", "Check and run workflow sources."),
+    "chaos": Lazy(
+        "chaos", "Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed."
+    ),
+}
 
 
 class Commands(click.Group):
     """Lists commands in the order of their use. An expected error prints one line; Ctrl-C exits with 130."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, "workflows", "chaos"]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "workflows":
-            from .workflows import workflows  # importing the engine takes longer than most commands
+        if (lazy := COMMANDS.get(cmd_name)) is None:
+            return None
+        command: click.Command = getattr(import_module(f".{lazy.module}", __package__), cmd_name)
+        return command
 
-            return workflows
-        if cmd_name == "chaos":
-            from .chaos import chaos  # so does importing the functions
-
-            return chaos
-        return super().get_command(ctx, cmd_name)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, lazy.help) for name, lazy in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        from .plain import echo
+        from .problems import INTERRUPTED, explained
+
         try:
             with explained():
                 return super().invoke(ctx)
@@ -55,7 +86,3 @@ def cli() -> None:
 
     Commands use the running local stack, or the project in DROPFORGE_* variables or dropforge.toml.
     """
-
-
-for command in (demo, up, down, validate, plan, preflight, policy, smoke, submit, runs, status, logs, cancel, audit):
-    cli.add_command(command)

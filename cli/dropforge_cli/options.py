@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import click
 
 SPEC_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
+
+class Since(click.ParamType[datetime]):
+    """A time: how long ago (`36h`, `7d`), or a date with or without a time of day, in UTC."""
+
+    name = "since"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        if ago := re.fullmatch(r"([0-9]{1,6})([mhdw])", value):
+            return datetime.now(UTC) - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            self.fail(f"{value!r}; expected how long ago, such as 36h or 7d, or a date such as 2026-11-20", param, ctx)
+        return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+class Label(click.ParamType[tuple[str, str]]):
+    """A label as `KEY=VALUE`."""
+
+    name = "label"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        key, equals, wanted = value.partition("=")
+        if not key or not equals:
+            self.fail(f"{value!r}; expected KEY=VALUE, such as team=search", param, ctx)
+        return key, wanted
+
+
+run_argument = click.argument("run", default="latest", metavar="[RUN]")
 state_option = click.option(
     "--state", metavar="DIR", help="The local stack's directory; default: $DROPFORGE_STATE or build/local."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+since_option = click.option("--since", type=Since(), metavar="TIME", help="Only runs since TIME: 36h, 7d, 2026-11-20.")
 model_config_option = click.option(
     "--model-config",
     type=click.Path(exists=True, path_type=Path),

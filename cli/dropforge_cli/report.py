@@ -25,6 +25,7 @@ from .deployment import Deployment
 from .display import number, table, titled, usd
 from .logs import read_log
 from .plan import price_warnings
+from .result import show_reason
 
 LOG_LINES = 30
 ANSWER_SECONDS = 120.0
@@ -172,12 +173,7 @@ def show_failure(deployment: Deployment, store: RunStore, record: Record, out: C
     """Print why a run did not succeed: its error or its spec's problems, and the last lines of its containers."""
     out.print()
     out.print(titled(f"the run is {record.state}"))
-    for problem in record.problems:
-        out.print(f"{problem['pointer'] or '/'}: {problem['message']}; found {problem['found']}")
-    if record.error is not None:
-        out.print(f"{record.error.error_class}: {record.error.message}", style="red")
-        if record.error.hint:
-            out.print(f"hint: {record.error.hint}")
+    show_reason(record, out)
     for entry in store.ledger(record.run).entries:
         if deployment.stack and (text := read_log(deployment.stack.http, entry.name, LOG_LINES)):
             out.print()

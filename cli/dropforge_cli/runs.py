@@ -12,60 +12,101 @@ from rich.console import Console
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.base.errors import NotFound
+from dropforge.base.errors import Malformed, NotFound
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
+from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
-from .display import duration, number, stderr, stdout, table, titled, usd
+from .display import age, counted, duration, joined, stderr, stdout, table, titled, working
 from .follow import Follower, Snapshot, bar, describe_wait, watch
-from .options import json_option, state_option
+from .listing import FIELDS, READERS, Filter, columns, fitting, in_order, read_specs
+from .options import Label, json_option, run_argument, since_option, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
+from .result import show_result
 
-READERS = 16  # parallel requests; each record is one request
 PUBLISH_TIMEOUT_SECONDS = 20
+LATEST = "latest"
+LIMIT = 20  # runs that a terminal shows without --limit
+MOST_MEANINGS = 10  # of an ambiguous RUN that an error lists
+LIST_HINT = "`dropforge runs` lists them"
+STATE = click.Choice([state.value for state in RunState], case_sensitive=False)
 
 
 @click.command()
+@click.option("--in", "states", multiple=True, type=STATE, metavar="STATE", help="Only runs in this state; repeatable.")
+@click.option("--name", metavar="NAME", help="Only runs of this name; * stands for any text.")
+@click.option("--target", metavar="TARGET", help="Only runs on this target, such as cloud_run.")
+@click.option("--label", "labels", multiple=True, type=Label(), metavar="KEY=VALUE", help="Only runs with this label.")
+@since_option
+@click.option("--sort", default="created", metavar="KEY", help="created (default), cost, name, or a metric.")
+@click.option("--reverse", is_flag=True, help="The oldest, cheapest or lowest first.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help=f"At most N runs; default in a terminal: {LIMIT}.")
 @json_option
 @state_option
-def runs(as_json: bool, state: str | None) -> None:
-    """List every run, newest first."""
-    records, now = all_runs(connect(state).store), utc_now()
+def runs(
+    states: tuple[str, ...],
+    name: str | None,
+    target: str | None,
+    labels: tuple[tuple[str, str], ...],
+    since: datetime | None,
+    sort: str,
+    reverse: bool,
+    limit: int | None,
+    as_json: bool,
+    state: str | None,
+) -> None:
+    """List runs, newest first, as many columns as the terminal has room for."""
+    store, now, out = connect(state).store, utc_now(), stdout()
+    wanted = Filter(states, name, since, target, labels)
+    everything = all_runs(store)
+    records = [record for record in everything if wanted.takes(record)]
+    if wanted.needs_specs:
+        specs = read_specs(store, records)
+        records = [record for record in records if wanted.takes_spec(specs[record.run])]
+    records = in_order(records, sort, now, backwards=reverse)
+    limit = limit or (LIMIT if out.is_terminal and not as_json else len(records))
+    shown = records[:limit]
+    specs = read_specs(store, shown)
     if as_json:
-        echo_json([record_json(record, now) for record in records])
-        return
-    rows = table("run", "name", "state", "attempt", "created", "cost", right=("attempt", "cost"))
-    for record in records:
-        created = f"{record.created:%Y-%m-%d %H:%M:%S}"
-        cost = usd(record.training_cost(now))
-        state_shown = f"{record.state}, place {record.queued.place}" if record.queued else record.state
-        rows.add_row(record.run, record.name, state_shown, str(record.attempt or "-"), created, cost)
-    stdout().print(rows if records else "no runs yet; start a run with `dropforge submit SPEC`")
+        echo_json([record_json(record, now, specs[record.run]) for record in shown])
+    elif shown:
+        out.print(fitting(shown, columns(shown, specs, None if sort in FIELDS else sort, now), out.width))
+    elif everything:
+        out.print(f"none of the {len(everything)} runs is like that; without options, `dropforge runs` lists them all")
+    else:
+        out.print("no runs yet; start a run with `dropforge submit SPEC`")
+    if more := len(records) - len(shown):
+        stderr().print(f"{more} more: `--limit {len(records)}` lists them all", style="dim")
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @json_option
 @state_option
 def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
-    """Show a run: stages, attempts, cost, endpoint and resources. RUN may be a prefix of the run's id."""
+    """Show a run: stages, attempts, cost, endpoint and resources.
+
+    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`, the default.
+    """
     deployment = connect(state)
     store = deployment.store
     record = find_run(store, run)
-    succeeded = True
-    if watched and not record.state.is_terminal:
-        succeeded = watch(deployment, record.run, stderr() if as_json else stdout())
-    snapshot = Follower(store, record.run).snapshot()
-    assert snapshot is not None, "a record is never deleted"
+    is_followed = watched and not record.state.is_terminal
+    if is_followed:
+        watch(deployment, record.run, stderr() if as_json else stdout())
+        record = store.record(record.run)
     if as_json:
-        echo_json(record_json(snapshot.record, utc_now(), store.ledger(record.run)))
-    else:
-        show(snapshot, store.ledger(record.run), stdout())
-    if watched and not (succeeded and snapshot.record.state is RunState.SUCCEEDED):
+        spec = read_specs(store, [record])[record.run]
+        echo_json(record_json(record, utc_now(), spec, store.ledger_of(record)))
+    elif not is_followed:
+        snapshot = Follower(store, record.run).snapshot()
+        assert snapshot is not None, "a record is never deleted"
+        show(snapshot, store.ledger_of(snapshot.record), stdout())
+    if watched and record.state is not RunState.SUCCEEDED:
         raise SystemExit(FAILED)
 
 
@@ -73,10 +114,14 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 @click.argument("run")
 @state_option
 def cancel(run: str, state: str | None) -> None:
-    """Request the end of a run, or of the endpoint of a finished run."""
+    """Request the end of a run, or of the endpoint of a finished run.
+
+    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`.
+    """
     deployment = connect(state)
     record = find_run(deployment.store, run)
-    request_cancel(deployment, record.run)
+    with working("publishing the request"):
+        request_cancel(deployment, record.run)
     if not record.state.is_terminal:
         echo(f"requested the end of {record.run}; follow it with `dropforge status {record.run} --watch`")
     elif record.endpoint and not record.endpoint.ended:
@@ -96,33 +141,67 @@ def request_cancel(deployment: Deployment, run: str) -> None:
 
 
 def all_runs(store: RunStore) -> list[Record]:
-    """Return every run's record, newest first."""
+    """Return every run's record, newest first. A record that this version cannot read is reported on stderr."""
+
+    def read(run: str) -> Record | None:
+        try:
+            return store.find(run)
+        except Malformed as error:
+            stderr().print(f"left out: {error}", style="yellow")
+            return None
+
+    ids = list(store.runs())
     with ThreadPoolExecutor(READERS) as pool:
-        records = [record for record in pool.map(store.find, store.runs()) if record is not None]
+        found = counted(pool.map(read, ids), len(ids), "reading records")
+        records = [record for record in found if record is not None]
     return sorted(records, key=lambda record: record.created, reverse=True)
 
 
 def find_run(store: RunStore, text: str) -> Record:
-    """Return the record of the run whose id is `text` or begins with it. Raises CliError."""
+    """Return the record of the run that `text` names; raise CliError if it names none, or several.
+
+    It names a run by its id, as `latest`, by the name of which the run is the newest, or by the beginning of its id.
+    """
     if names.is_run_id(text):
         try:
             return store.record(text)
         except NotFound:
-            raise CliError(f"there is no run {text!r}", "`dropforge runs` lists them") from None
-    matching = [run for run in store.runs() if run.startswith(text)]
-    if len(matching) == 1:
-        return store.record(matching[0])
+            raise CliError(f"there is no run {text!r}", LIST_HINT) from None
+    records = all_runs(store)
+    if not records:
+        raise CliError("there are no runs yet", "start a run with `dropforge submit SPEC`")
+    if text == LATEST:
+        return records[0]
+    named = [record for record in records if record.name == text]
+    matching = named[:1] or [record for record in records if record.run.startswith(text)]
     if not matching:
-        raise CliError(f"no run id begins with {text!r}", "`dropforge runs` lists them")
-    raise CliError(f"{len(matching)} run ids begin with {text!r}: {', '.join(matching[:5])}", "give a longer prefix")
+        raise CliError(f"no run has the name {text!r}, and no run id begins with {text!r}", LIST_HINT)
+    if len(matching) > 1:
+        raise CliError(_ambiguous(text, matching), "give more of the id, or the name of a run, or `latest`")
+    return matching[0]
 
 
-def record_json(record: Record, now: datetime, ledger: Ledger | None = None) -> dict[str, Any]:
-    """Return a record as JSON for programs, with computed fields."""
+def _ambiguous(text: str, records: list[Record]) -> str:
+    now = utc_now()
+    lines = [
+        f"  {record.run}  {record.name}, {record.state}, {age((now - record.created).total_seconds())} old"
+        for record in records[:MOST_MEANINGS]
+    ]
+    more = [f"  and {len(records) - MOST_MEANINGS} more"] if len(records) > MOST_MEANINGS else []
+    return "\n".join([f"{text!r} could be any of {len(records)} runs:", *lines, *more])
+
+
+def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Ledger | None = None) -> dict[str, Any]:
+    """Return a record as JSON for programs, with computed fields and those of the spec that lists are made of."""
     computed: dict[str, Any] = {
         "attempt": record.attempt,
         "stage_seconds": record.stage_seconds(now),
         "training_cost_usd": record.training_cost(now),
+        "serving_cost_usd": record.serving_cost(now),
+        "total_cost_usd": record.cost(now),
+        "target": spec.target.type if spec else None,
+        "model": spec.model.source if spec else None,
+        "labels": spec.labels if spec else None,
     }
     if ledger is not None:
         computed["ledger"] = [entry.model_dump(mode="json") for entry in ledger.entries]
@@ -133,27 +212,21 @@ def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
     """Print a run for people."""
     record, now = snapshot.record, utc_now()
     out.print(titled(record.run, f"{record.name}  {record.state}"))
-    out.print(f"from {record.source}, created {record.created:%Y-%m-%d %H:%M:%S} UTC")
+    out.print(f"created {record.created:%Y-%m-%d %H:%M:%S} UTC from {record.source}", soft_wrap=True)
     if record.cancel_requested and not record.state.is_terminal:
         out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}")
     if waits := describe_wait(record):
         out.print(waits)
-    _show_stages(record, now, out)
+    if spent := record.stage_seconds(now):
+        out.print(joined([f"{state.lower()} {duration(length)}" for state, length in spent.items()], out.width))
     if snapshot.progress is not None and record.state is RunState.TRAINING:
         out.print(bar(snapshot.progress))
     _show_attempts(record, now, out)
-    _show_result(record, out)
+    show_result(record, now, out)
     if ledger.entries:
-        rows = table("resource", "state")
-        for entry in ledger.entries:
-            rows.add_row(entry.name, entry.state)
-        out.print(rows)
-
-
-def _show_stages(record: Record, now: datetime, out: Console) -> None:
-    spent = record.stage_seconds(now)
-    if spent:
-        out.print(", ".join(f"{state.lower()} {duration(length)}" for state, length in spent.items()))
+        out.print(titled("resources"))
+    for entry in ledger.entries:  # a line of its own width: a resource name can be copied
+        out.print(f"{entry.state:8}  {entry.name}", soft_wrap=True)
 
 
 def _show_attempts(record: Record, now: datetime, out: Console) -> None:
@@ -165,23 +238,3 @@ def _show_attempts(record: Record, now: datetime, out: Console) -> None:
         started = f"{attempt.started:%H:%M:%S}"
         rows.add_row(str(attempt.number), attempt.region, started, lasted, attempt.ending or "-")
     out.print(rows)
-    out.print(f"training cost so far: {usd(record.training_cost(now))}")
-
-
-def _show_result(record: Record, out: Console) -> None:
-    for problem in record.problems:
-        values = [f"{key} {problem[key]}" for key in ("found", "expected") if problem.get(key)]
-        out.print(f"{problem['pointer'] or '/'}: {'; '.join([str(problem['message']), *values])}", style="red")
-    if record.error is not None:
-        out.print(f"{record.error.error_class}: {record.error.message}", style="red")
-        if record.error.hint:
-            out.print(f"hint: {record.error.hint}")
-    shown = {name: value for name, value in record.metrics.items() if value is not None}
-    if shown:
-        out.print(", ".join(f"{name} {number(value)}" for name, value in shown.items()))
-    if record.endpoint is not None:
-        ended = record.endpoint.ended
-        until = f"ended {ended:%H:%M:%S}" if ended else f"until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
-        if record.endpoint.limit == "max_cost_usd" and not ended:
-            until += ", when the budget is spent"
-        out.print(f"endpoint {record.endpoint.url}, model {record.endpoint.model}, {until}")

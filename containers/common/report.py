@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ from .redactor import Redactor
 PROGRESS_SECONDS, PROGRESS_MOST_SECONDS = 2.0, 30.0  # between two events
 PROGRESS_SHARE = 0.01  # of the time trained so far
 PROGRESS_STEPS, PROGRESS_STEPS_SECONDS = 20, 60.0  # so many steps are an event, too, while the training is that short
+LOGGED_SECONDS = 10.0  # the shortest time between two lines of progress in the log
 FLUSH_SECONDS = 10.0
 _PUBLISH_SECONDS = 20.0
 _QUEUE_EVENTS = 256
@@ -147,6 +149,7 @@ class ProgressMeter:
         self._last: tuple[int, int, float] | None = None
         self._loss: float | None = None
         self._learning_rate: float | None = None
+        self._logged = -math.inf
 
     def begin(self, step: int, tokens: int) -> None:
         """Training starts, or resumes, at `step`."""
@@ -178,3 +181,13 @@ class ProgressMeter:
             tokens_per_second=round((tokens - tokens_before) / elapsed, 1) if elapsed > 0 else None,
             eta_seconds=round((self._total - step) / rate, 1) if rate else None,
         )
+        self._log(step)
+
+    def _log(self, step: int) -> None:
+        """Write the progress into the log, which people read after the run: the first, the last, and now and then."""
+        now = time.monotonic()
+        if step < self._total and now - self._logged < LOGGED_SECONDS:
+            return
+        self._logged = now
+        loss = self._loss if self._loss is not None and math.isfinite(self._loss) else None
+        log("training", stage="train", step=step, total_steps=self._total, loss=loss)

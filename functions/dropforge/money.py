@@ -67,6 +67,27 @@ def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float
     return min(allowed, int(left / usd_per_hour * SECONDS_PER_HOUR))
 
 
+def most_usd(spec: JobSpec) -> float | None:
+    """US dollars that a run may cost at most: at its dearest placement, with all instances of its endpoint.
+
+    None if a price is unknown. The budget is an upper bound.
+    """
+    target = get_target(spec.target.type)
+    prices = [target.price(spec, placement) for placement in range(len(target.regions(spec)))]
+    used = [(price.usd_per_hour, training_seconds(spec, price)) for price in prices]
+    serving = 0.0
+    if spec.serve is not None:
+        hourly = serving_price(spec).usd_per_hour
+        if hourly is None:
+            return None
+        serving = hourly * endpoint_seconds(spec, hourly) / SECONDS_PER_HOUR
+    training = [hourly * length / SECONDS_PER_HOUR for hourly, length in used if hourly is not None]
+    if len(training) < len(used):
+        return None
+    total = max(training) + serving
+    return min(total, spec.limits.max_cost_usd or total)
+
+
 def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
     """When an endpoint that began at `began` must end, at the price that was pinned then."""
     spent = record.training_cost(began) or 0.0

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from dropforge.base import names
 from dropforge.run.events import JobEvent
-from dropforge.run.record import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge_cli.main import cli
 from dropforge_local.base.clock import SystemClock
@@ -94,10 +94,16 @@ class Deployed:
         history = [Transition(state=RunState.ACCEPTED, time=CREATED)]
         if state is not RunState.ACCEPTED:
             history.append(Transition(state=state, time=CREATED + timedelta(seconds=90)))
-        values = {"name": "job", "source": "gs://s/specs/job.json#1", "created": CREATED, **changes}
-        record = Record(run=run, state=state, history=history, **values)
+        source = "gs://s/specs/job.json#1"
+        values = {"name": "job", "source": source, "created": CREATED, "history": history, **changes}
+        record = Record(run=run, state=state, **values)
         assert self.store.create(record)
         return record
+
+    def spec(self, run: str, **changes: Any) -> None:
+        """Put a run's spec into the bucket: that of EXAMPLE with changes."""
+        spec = {**json.loads(EXAMPLE.read_text()), **changes}
+        self.store.put_new(names.spec_object(run), json.dumps(spec).encode())
 
     def event(self, event: JobEvent) -> None:
         name = names.event_object(event.run, event.attempt, event.sequence, event.type)
@@ -165,6 +171,29 @@ def attempt(number: int = 1, **changes: Any) -> Attempt:
         **changes,
     }
     return Attempt(number=number, **values)
+
+
+def served(hours: float = 2, **changes: Any) -> dict[str, Any]:
+    """The fields of the record of a run that trained for half an hour, and then served for 1 USD per hour."""
+    began = CREATED + timedelta(minutes=30)
+    states = ((RunState.ACCEPTED, CREATED), (RunState.DEPLOYING, began), (RunState.SUCCEEDED, began))
+    ended = began + timedelta(hours=hours)
+    endpoint: dict[str, Any] = {
+        "url": "https://e.run.app",
+        "model": "job",
+        "service": "s",
+        "region": "us-central1",
+        "ready": began,
+        "expires": ended,
+        "ended": ended,
+        **changes,
+    }
+    return {
+        "history": [Transition(state=state, time=time) for state, time in states],
+        "attempts": [attempt()],
+        "serving_usd_per_hour": 1.0,
+        "endpoint": Endpoint(**endpoint),
+    }
 
 
 def entry(kind: str, name: str) -> LedgerEntry:

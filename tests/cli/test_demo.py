@@ -179,7 +179,7 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert "succeeded" in watched
     assert run in output("runs")
     assert json.loads(output("status", run, "--json"))["state"] == "SUCCEEDED"
-    assert f"jobs/df-{run}-a1  gone" in output("status", run)
+    assert re.search(rf"^gone      projects/.*/jobs/df-{run}-a1$", output("status"), re.M)
 
     hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).splitlines()[0]
     follower = start("logs", hanging, "--follow", command=COMMAND)
@@ -195,5 +195,6 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert "cancelled" in watcher.text()
     assert follower.code() == 0
     assert "Traceback" not in follower.text()
-    assert "no resources" not in output("logs", run)
+    assert re.search(r"^\d\d-\d\d \d\d:\d\d:\d\d progress, step 2 of 2, loss 1$", output("logs", run), re.M)
+    assert '"message": "succeeded"' in output("logs", run, "--tail", "1", "--json")
     output("down", "--delete")

@@ -13,16 +13,17 @@ from rich.console import Console
 
 from dropforge.base.errors import ErrorClass
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
-from dropforge.run.record import Record, RunState
+from dropforge.run.record import Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
-from dropforge_cli.display import duration, number, usd
-from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal
+from dropforge_cli.display import age, duration, joined, number, usd
+from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal, watch
 from dropforge_cli.problems import CliError
 
-from .conftest import CREATED, Deployed, attempt
+from .conftest import CREATED, Deployed, attempt, served
 
 RUN = "job-0123456789ab"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def progress(step: int, attempt: int = 1, total: int = 40) -> Progress:
@@ -210,6 +211,52 @@ def test_a_run_is_followed_to_its_end(deployed: Deployed, hurried: Deployment, t
     assert "cancelled" in out.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_watched_run_ends_with_its_reason(deployed: Deployed, hurried: Deployment, terminal: bool) -> None:
+    error = RunError(error_class=ErrorClass.DATA, message="line 3 is not JSON", hint="correct the data set")
+    problem = {"pointer": "/model", "message": "does not exist", "found": '"m"', "expected": "a model"}
+    ended = {"state": RunState.FAILED, "error": error, "problems": [problem]}
+    deployed.record(RUN, RunState.ACCEPTED)
+    out = io.StringIO()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(deployed.store.update, RUN, lambda record: record.model_copy(update=ended))
+        console = Console(file=out, width=80, force_terminal=terminal, color_system=None, highlight=False)
+        assert not watch(hurried, RUN, console)
+    assert out.getvalue().replace(SHOW_CURSOR, "").splitlines()[-3:] == [
+        '/model: does not exist; found "m"; expected a model',
+        "data: line 3 is not JSON",
+        "hint: correct the data set",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_watched_success_ends_with_metrics_and_endpoint(
+    deployed: Deployed, hurried: Deployment, terminal: bool
+) -> None:
+    ended = {**served(), "state": RunState.SUCCEEDED, "metrics": {"exact_match": 0.5, "exact_match_before": 0.25}}
+    deployed.record(RUN, RunState.ACCEPTED)
+    out = io.StringIO()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(deployed.store.update, RUN, lambda record: record.model_copy(update=ended))
+        assert watch(hurried, RUN, Console(file=out, width=120, force_terminal=terminal, color_system=None))
+    assert out.getvalue().replace(SHOW_CURSOR, "").splitlines()[-4:] == [
+        "exact_match 0.25 → 0.5",
+        "endpoint https://e.run.app/v1",
+        "  model job, ended 2026-11-20 14:30 UTC",
+        "cost so far: $3.00 (training $1.00, endpoint at most $2.00)",
+    ]
+
+
+def test_status_prints_the_result_of_a_watched_run_once(deployed: Deployed, hurried: Deployment) -> None:
+    error = RunError(error_class=ErrorClass.DATA, message="line 3 is not JSON")
+    deployed.record(RUN, RunState.TEARING_DOWN, error=error)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(advance, deployed.store, RunState.FAILED, 1)
+        result = deployed.run("status", RUN, "--watch")
+    assert result.exit_code == 1
+    assert result.output.count("data: line 3 is not JSON") == 1
+
+
 def test_a_spec_without_a_run_is_an_error_after_the_timeout(deployed: Deployed, hurried: Deployment) -> None:
     with pytest.raises(CliError, match=f"run {RUN} did not appear within") as error:
         show_until_terminal(hurried, RUN, Console(file=io.StringIO()))
@@ -222,6 +269,17 @@ def test_a_spec_without_a_run_is_an_error_after_the_timeout(deployed: Deployed, 
 )
 def test_durations_read_well(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(-1, "0 s"), (119, "119 s"), (125, "2 min"), (7200, "2 h"), (172_800, "2 d")]
+)
+def test_ages_have_one_unit(seconds: float, expected: str) -> None:
+    assert age(seconds) == expected
+
+
+def test_parts_are_joined_in_lines_that_split_no_part() -> None:
+    assert joined(["one 1", "two 2", "three 3"], 14) == "one 1, two 2,\nthree 3"
 
 
 def test_money_and_metrics_read_well() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,12 @@ from google.cloud import pubsub_v1
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.run.events import Progress
-from dropforge.run.record import Endpoint, RunError, RunState
+from dropforge.run.record import RunError, RunState
 
 from ..deployments import clients
-from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry
+from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry, served
 
+FUTURE = datetime(2100, 1, 1, tzinfo=UTC)
 RUN, OTHER = "job-0123456789ab", "job-0123ffffffff"
 
 
@@ -59,19 +60,6 @@ def test_a_missing_bucket_is_an_error_of_one_line(deployed: Deployed) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_runs_are_listed_newest_first_with_their_cost(deployed: Deployed) -> None:
-    deployed.record(RUN, RunState.SUCCEEDED, attempts=[attempt()])
-    deployed.record(OTHER, RunState.REJECTED, created=CREATED + timedelta(hours=1))
-    deployed.record("job-ffffffffffff", RunState.FAILED, attempts=[attempt(usd_per_hour=None)])
-    lines = deployed.run("runs").output.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", OTHER, RUN, "job-ffffffffffff"]
-    assert lines[2].split()[1:4] == ["job", "SUCCEEDED", "1"]
-    assert lines[2].endswith("$1.00")
-    assert lines[3].endswith("unknown")
-    listed = json.loads(deployed.run("runs", "--json").stdout)
-    assert [(run["run"], run["training_cost_usd"]) for run in listed][1:] == [(RUN, 1.0), ("job-ffffffffffff", None)]
-
-
 def test_without_runs_the_output_says_so(deployed: Deployed) -> None:
     assert deployed.run("runs").output == "no runs yet; start a run with `dropforge submit SPEC`\n"
     assert json.loads(deployed.run("runs", "--json").stdout) == []
@@ -79,36 +67,27 @@ def test_without_runs_the_output_says_so(deployed: Deployed) -> None:
 
 def test_status_shows_the_whole_record(deployed: Deployed) -> None:
     error = RunError(error_class=ErrorClass.PREEMPTED, message="the machine was taken away at step 40")
-    endpoint = Endpoint(
-        url="https://e",
-        model="job",
-        service="s",
-        region="us-central1",
-        ready=CREATED,
-        expires=CREATED + timedelta(days=1),
-        limit="max_cost_usd",
-    )
     deployed.record(
         RUN,
         RunState.SUCCEEDED,
-        attempts=[attempt(error=error), attempt(2)],
-        metrics={"exact_match": 0.9567, "tokens": 1234567.0, "loss": None},
-        endpoint=endpoint,
+        **served(ended=None, expires=FUTURE, limit="max_cost_usd") | {"attempts": [attempt(error=error), attempt(2)]},
+        metrics={"exact_match": 0.9567, "exact_match_before": 0.125, "tokens": 1234567.0, "loss": None},
     )
     deployed.ledger(RUN, entry("run.googleapis.com/Service", "projects/p/locations/us-central1/services/s"))
     output = deployed.run("status", RUN).output
     for expected in (
         f"{RUN}  job  SUCCEEDED",
-        "accepted 90.0 s",
+        "accepted 30 min",
         "preempted",
-        "training cost so far: $2.00",
-        "exact_match 0.9567, tokens 1,234,567\n",
-        "endpoint https://e, model job, until 2026-11-21 12:00 UTC, when the budget is spent",
-        "services/s  created",
+        "(training $2.00, endpoint at most $",
+        "exact_match 0.125 → 0.9567, tokens 1,234,567\n",
+        "endpoint https://e.run.app/v1\n",
+        "model job, until 2100-01-01 00:00 UTC, when the budget is spent\n",
+        "created   projects/p/locations/us-central1/services/s\n",
     ):
         assert expected in output, output
     told = json.loads(deployed.run("status", RUN, "--json").stdout)
-    assert told["stage_seconds"] == {"ACCEPTED": 90.0}
+    assert told["stage_seconds"] == {"ACCEPTED": 1800.0, "DEPLOYING": 0.0}
     assert told["ledger"][0]["state"] == "created"
 
 
@@ -135,13 +114,58 @@ def test_status_of_a_failed_run_has_the_reason_and_the_hint(deployed: Deployed) 
 
 def test_a_run_may_be_named_by_a_prefix(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.SUCCEEDED)
-    deployed.record(OTHER, RunState.SUCCEEDED)
+    deployed.record(OTHER, RunState.FAILED)
     assert deployed.run("status", "job-01234").output.startswith(RUN)
     ambiguous = deployed.run("status", "job-0123")
     assert ambiguous.exit_code == 1
-    assert f"2 run ids begin with 'job-0123': {RUN}, {OTHER}" in ambiguous.stderr
+    assert "error: 'job-0123' could be any of 2 runs:\n" in ambiguous.stderr
+    assert f"  {RUN}  job, SUCCEEDED, " in ambiguous.stderr
+    assert f"  {OTHER}  job, FAILED, " in ambiguous.stderr
     for unknown in ("nothing", "nothing-0123456789ab"):
         assert "`dropforge runs` lists them" in deployed.run("status", unknown).stderr
+
+
+def test_latest_and_a_name_are_the_newest_run(deployed: Deployed) -> None:
+    """Also if the name is the beginning of the ids of other runs."""
+    assert "there are no runs yet" in deployed.run("status").stderr
+    deployed.record(RUN, RunState.SUCCEEDED, name="job-0123")
+    deployed.record(OTHER, RunState.SUCCEEDED, name="job-0123", created=CREATED + timedelta(hours=1))
+    deployed.record("other-0123456789ab", RunState.REJECTED, name="other", created=CREATED + timedelta(hours=2))
+    assert deployed.run("status", "job-0123").output.startswith(OTHER)
+    for latest in (("status",), ("status", "latest")):
+        assert deployed.run(*latest).output.startswith("other-0123456789ab")
+    assert f"{OTHER} is already SUCCEEDED" in deployed.run("cancel", "job-0123").output
+
+
+def test_many_meanings_are_listed_in_part(deployed: Deployed) -> None:
+    for number in range(12):
+        deployed.record(f"job-{number:012x}", RunState.REJECTED)
+    lines = deployed.run("status", "job-").stderr.splitlines()
+    assert lines[0] == "error: 'job-' could be any of 12 runs:"
+    assert lines[11:] == ["  and 2 more", "hint: give more of the id, or the name of a run, or `latest`"]
+
+
+def test_an_unreadable_record_hides_no_other_run(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.SUCCEEDED)
+    deployed.store.put_new(names.record_object(OTHER), b"{}")
+    result = deployed.run("runs")
+    assert RUN in result.stdout
+    assert f"left out: gs://p-runs/runs/{OTHER}/record.json is not a record" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending"),
+    [
+        ({"metrics": {"loss": 1.0}, "cancel_requested": CREATED}, "success"),
+        ({"cancel_requested": CREATED}, "cancelled"),
+        ({"error": RunError(error_class=ErrorClass.CONFIG, message="m")}, "config"),
+    ],
+)
+def test_an_attempt_that_was_ended_with_its_run_is_no_success(
+    deployed: Deployed, changes: dict[str, object], ending: str
+) -> None:
+    deployed.record(RUN, RunState.CANCELLED, attempts=[attempt()], **changes)
+    assert f"30 min  {ending}" in deployed.run("status", RUN).output
 
 
 @pytest.mark.parametrize(("state", "code"), [(RunState.SUCCEEDED, 0), (RunState.FAILED, 1), (RunState.CANCELLED, 1)])

@@ -49,7 +49,9 @@ def test_dropforge_accepts_the_commands_of_ci() -> None:
         name, pattern = line.split()[1:]
         assert pattern == "jobs/*.json"
         example = str(ROOT / "examples" / "local" / "cloud_run.json")
-        assert cli.commands[name].make_context(name, [example], parent=click.Context(cli))
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        assert command.make_context(name, [example], parent=click.Context(cli))
 
 
 def test_specs_are_validated_before_they_are_dropped() -> None:

@@ -1,9 +1,13 @@
-"""One line of JSON per log entry, in the fields that Cloud Logging reads (severity, message) plus stage and run."""
+"""One line of JSON per log entry, in the fields that Cloud Logging reads (severity, message, time) plus stage and run.
+
+https://cloud.google.com/logging/docs/structured-logging#special-payload-fields
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from .redact import redact
@@ -17,7 +21,8 @@ class Log(Protocol):
 
 def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
     """Write one log entry to stderr, without credentials."""
-    line = {"severity": severity, "message": message, "stage": stage, "run": run, **fields}
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = {"time": time, "severity": severity, "message": message, "stage": stage, "run": run, **fields}
     # One call of write: several threads may log at the same time.
     sys.stderr.write(redact(json.dumps(line, default=str)) + "\n")
     sys.stderr.flush()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,19 @@ def test_a_long_training_reports_rarely_and_never_pauses_long(hours: float, most
     assert max(pauses) <= PROGRESS_MOST_SECONDS + step_seconds
     assert sent[0].step * step_seconds <= max(PROGRESS_SECONDS, step_seconds) + step_seconds
     assert sent[-1].step == steps
+
+
+def test_the_log_has_the_first_and_the_last_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    meter = ProgressMeter(Recorder(), total_steps=60)
+    meter.begin(0, 0)
+    for step in range(1, 61):
+        meter.note(math.nan if step < 40 else 0.5, None)
+        meter.step(step, step * 10, None)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert {line["message"] for line in lines} == {"training"}
+    told = [(line["step"], line["total_steps"], line["loss"]) for line in lines]
+    assert (told[0], told[-1]) == ((PROGRESS_STEPS, 60, None), (60, 60, 0.5))
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
 
 
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

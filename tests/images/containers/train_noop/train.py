@@ -87,6 +87,7 @@ def publish(kind: str, copies: int = 1, **fields: object) -> None:
     sequence = max(sequence + 1, int(time.time() * 1000))
     event = {"type": kind, "run": RUN, "attempt": ATTEMPT, "sequence": sequence, "time": datetime.now(UTC).isoformat()}
     content = json.dumps({**event, **fields}).encode()
+    print(json.dumps({"time": event["time"], "message": kind, **fields}), file=sys.stderr, flush=True)
     data = binascii.b2a_base64(content, newline=False).decode()
     attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
     if KEY:
