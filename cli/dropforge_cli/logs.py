@@ -15,7 +15,7 @@ from dropforge.run.record import Ledger
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
-from .options import state_option
+from .options import run_argument, state_option
 from .plain import echo
 from .problems import CliError
 from .runs import find_run
@@ -27,7 +27,7 @@ _SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedRe
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @click.option("--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--tail", type=click.IntRange(1), metavar="N", help="Print only the last N lines of each container.")
 @state_option

@@ -9,6 +9,7 @@ import click
 from dropforge import __version__
 
 from .audit import audit
+from .chat import chat
 from .demo import demo
 from .local import down, up
 from .logs import logs
@@ -19,7 +20,10 @@ from .preflight import preflight
 from .problems import INTERRUPTED, explained
 from .runs import cancel, runs, status
 from .smoke import smoke
+from .snippet import snippet
+from .sources import put
 from .specs import submit, validate
+from .token import token
 
 
 class Commands(click.Group):
@@ -57,5 +61,24 @@ def cli() -> None:
     """
 
 
-for command in (demo, up, down, validate, plan, preflight, policy, smoke, submit, runs, status, logs, cancel, audit):
+for command in (
+    demo,
+    up,
+    down,
+    validate,
+    plan,
+    preflight,
+    policy,
+    smoke,
+    put,
+    submit,
+    runs,
+    status,
+    logs,
+    cancel,
+    audit,
+    chat,
+    token,
+    snippet,
+):
     cli.add_command(command)

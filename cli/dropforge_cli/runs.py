@@ -19,8 +19,9 @@ from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd
+from .endpoints import call_lines, endpoint_json
 from .follow import Follower, Snapshot, bar, describe_wait, watch
-from .options import json_option, state_option
+from .options import json_option, run_argument, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
 
@@ -47,7 +48,7 @@ def runs(as_json: bool, state: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @json_option
 @state_option
@@ -70,7 +71,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @state_option
 def cancel(run: str, state: str | None) -> None:
     """Request the end of a run, or of the endpoint of a finished run."""
@@ -123,6 +124,7 @@ def record_json(record: Record, now: datetime, ledger: Ledger | None = None) -> 
         "attempt": record.attempt,
         "stage_seconds": record.stage_seconds(now),
         "training_cost_usd": record.training_cost(now),
+        "endpoint": endpoint_json(record),
     }
     if ledger is not None:
         computed["ledger"] = [entry.model_dump(mode="json") for entry in ledger.entries]
@@ -179,9 +181,5 @@ def _show_result(record: Record, out: Console) -> None:
     shown = {name: value for name, value in record.metrics.items() if value is not None}
     if shown:
         out.print(", ".join(f"{name} {number(value)}" for name, value in shown.items()))
-    if record.endpoint is not None:
-        ended = record.endpoint.ended
-        until = f"ended {ended:%H:%M:%S}" if ended else f"until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
-        if record.endpoint.limit == "max_cost_usd" and not ended:
-            until += ", when the budget is spent"
-        out.print(f"endpoint {record.endpoint.url}, model {record.endpoint.model}, {until}")
+    for line in call_lines(record):
+        out.print(line)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -196,4 +198,33 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert follower.code() == 0
     assert "Traceback" not in follower.text()
     assert "no resources" not in output("logs", run)
+    output("down", "--delete")
+
+
+def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., Process], tmp_path: Path) -> None:
+    def output(*arguments: str, code: int = 0) -> str:
+        process = start(*arguments, command=COMMAND)
+        assert process.code() == code, process.text()
+        return process.text()
+
+    assert start("up").code() == 0
+    columns = {"prompt": "Question: {question}", "completion": "{answer}"}
+    spec = write_spec(tmp_path, noop_spec(dataset={"source": "gs://local-data/text-to-sql.jsonl", "columns": columns}))
+    watched = output("submit", spec, "--watch")
+    assert "made gs://local-data/text-to-sql.jsonl in" in watched
+    assert "made the secret hf-token with a meaningless value" in watched
+    endpoint = re.search(r"^endpoint (http://127\.0\.0\.1:\d+/v1), model noop, until", watched, re.M)
+    assert endpoint is not None, watched
+    run = next(line for line in watched.splitlines() if re.fullmatch(r"spec-[0-9a-f]{12}", line))
+    again = output("submit", spec, code=2)
+    assert f"error: the same spec is run {run}: SUCCEEDED, cost so far $0." in again
+    assert "its endpoint serves until" in again
+    assert output("chat", run, "how many?") == "ok\n"
+    token = output("token", run)
+    assert token.startswith("dropforge-local.")
+    assert output("runs", "--json").count(endpoint[1]) == 1
+    (tmp_path / "ask.sh").write_text(output("snippet", run, "--lang", "curl").partition("\n")[2])
+    environment = {**os.environ, "DROPFORGE_TOKEN": token.strip()}
+    asked = subprocess.run(["bash", "ask.sh"], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert json.loads(asked.stdout)["choices"][0]["message"]["content"] == "ok", asked.stderr
     output("down", "--delete")

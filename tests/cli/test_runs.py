@@ -29,7 +29,7 @@ def test_submit_prints_the_run_of_the_uploaded_object(deployed: Deployed) -> Non
 
 
 def test_the_same_spec_dropped_again_is_another_run(deployed: Deployed) -> None:
-    first, second = (deployed.run("submit", EXAMPLE, "--name", "team/a.json").stdout for _ in range(2))
+    first, second = (deployed.run("submit", EXAMPLE, "--again", "--name", "team/a.json").stdout for _ in range(2))
     assert first != second
     assert [blob.name for blob in clients.storage().list_blobs("p-specs")] == ["specs/team/a.json"]
 
@@ -103,7 +103,7 @@ def test_status_shows_the_whole_record(deployed: Deployed) -> None:
         "preempted",
         "training cost so far: $2.00",
         "exact_match 0.9567, tokens 1,234,567\n",
-        "endpoint https://e, model job, until 2026-11-21 12:00 UTC, when the budget is spent",
+        "endpoint https://e/v1, model job, until 2026-11-21 12:00 UTC, when the budget is spent",
         "services/s  created",
     ):
         assert expected in output, output

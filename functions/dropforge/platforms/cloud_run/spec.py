@@ -94,7 +94,7 @@ class CloudRunServe(ServeSpec):
     """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
 
     is_private = False
-    has_key = False
+    credential = "identity_token"
 
     type: Literal["cloud_run"]
     accelerator: str = "nvidia-l4"
