@@ -11,6 +11,7 @@ from dropforge import __version__
 from .audit import audit
 from .chat import chat
 from .demo import demo
+from .init import init
 from .local import down, up
 from .logs import logs
 from .plain import echo
@@ -65,6 +66,7 @@ for command in (
     demo,
     up,
     down,
+    init,
     validate,
     plan,
     preflight,
