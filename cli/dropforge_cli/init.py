@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
@@ -85,7 +85,7 @@ def init(
     echo(f"next: dropforge submit {shlex.quote(str(file))} --watch", err=True)
 
 
-def _asked(question: str, given: str | None, default: str, kind: click.ParamType | None = None) -> str:
+def _asked(question: str, given: str | None, default: str, kind: click.Choice[str] | None = None) -> str:
     """Return an option's value, else the answer in a terminal, else the default."""
     if given is not None or not sys.stdin.isatty():
         return given or default
@@ -160,17 +160,17 @@ def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
     return {"prompt": "\n".join(titled) if len(asked) > 1 else f"{{{asked[0]}}}", "completion": f"{{{answer}}}"}
 
 
-def _csv_rows(path: Path) -> Iterator[Any]:
+def _csv_rows(path: Path) -> Generator[Any, None, None]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         yield from csv.DictReader(file, strict=True)
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _json_lines(path: Path) -> Generator[Any, None, None]:
     with path.open(encoding="utf-8-sig") as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
-def _json_list(path: Path) -> Iterator[Any]:
+def _json_list(path: Path) -> Generator[Any, None, None]:
     rows = json.loads(path.read_text(encoding="utf-8-sig"))
     yield from rows if isinstance(rows, list) else [rows]
 
