@@ -168,7 +168,7 @@ def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
         texts.append(json.dumps(message.blocks))
     assert "8.0 h of the endpoint" in texts[0]
     assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[1]
-    address = "http://10.0.0.5:8000"
+    address = "http://10.0.0.5:8000/v1"
     assert f"at <{address}|{address}>, inside the VPC only, until" in texts[2]
     assert "when the budget is used up" in texts[2]
 

@@ -146,7 +146,7 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
         return "trained only; the spec has no endpoint"
     is_private = spec is not None and spec.serve is not None and spec.serve.is_private
     where = ", inside the VPC only," if is_private else ""
-    text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
+    text = f"serving `{endpoint.model}` at {endpoint.base_url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
     if endpoint.limit == "max_cost_usd":
         text += ", when the budget is used up"
     if record.parity is not None:
