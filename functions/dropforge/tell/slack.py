@@ -58,7 +58,7 @@ def state_message(record: Record, spec: JobSpec | None, settings: Settings, now:
     if headline is None:
         return None
     title = f"{record.name or record.run} {headline.split(' ', 1)[1]}"
-    link = record.endpoint.url if record.endpoint else ""
+    link = record.endpoint.base_url if record.endpoint else ""
     blocks = [_header(f"{headline.split()[0]} {title}")]
     blocks += [_section(text, link) for text in _paragraphs(record, spec, settings, now) if text]
     entered = next(t for t in reversed(record.history) if t.state is record.state)
