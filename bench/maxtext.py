@@ -55,7 +55,7 @@ def drop() -> str:
     """Upload the example without endpoint and secrets, and its model and data; return the run id."""
     from dropforge.base import names
     from dropforge.context import Context
-    from dropforge_cli.demo import upload_source
+    from dropforge_cli.sources import upload_source
 
     context = Context.from_environment()
     spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}, "secrets": {}}

@@ -77,7 +77,7 @@ class Cloud:
     def drop(self, spec: dict[str, Any]) -> str:
         """Upload a spec, its model and its data; return the run id."""
         from dropforge.base import names
-        from dropforge_cli.demo import upload_source
+        from dropforge_cli.sources import upload_source
 
         for uri in (spec["model"]["source"], spec["dataset"]["source"], spec["evaluation"]["source"]):
             upload_source(self.clients, uri)

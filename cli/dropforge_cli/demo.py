@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import secrets as random_secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 
-from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
-from dropforge.run.artifacts import upload_directory
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
@@ -30,9 +26,9 @@ from .options import SPEC_FILE
 from .policy import policy_in_use
 from .problems import FAILED, INTERRUPTED, CliError, explained
 from .runs import request_cancel
+from .sources import SOURCES, make_secrets, upload_source
 from .specs import read_spec, upload_spec
 
-CACHE = Path("build/tiny")
 ENDING_SECONDS = 60.0
 POLL_SECONDS = 0.1
 ENGINES = ("transformers", "vllm")
@@ -129,7 +125,7 @@ def _start(state: Path, engine: str, out: Console) -> Deployment:
     return deployment
 
 
-def _step(out: Console, title: str, work: Callable[[], None]) -> None:
+def _step(out: Console, title: str, work: Callable[[], object]) -> None:
     began = time.monotonic()
     with out.status(title):  # visible on a terminal only, while the work lasts
         work()
@@ -146,78 +142,11 @@ def make_environment(tool: str) -> None:
         raise CliError(message, "fix the problem printed above, or choose a spec or an engine without that environment")
 
 
-def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
-    """Create the secrets that a spec names. The webhook is the local stack's; every other value is meaningless."""
-    from google.api_core.exceptions import Conflict
-
-    assert deployment.stack is not None, "the demo creates secrets only in the local stack"
-    values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
-    if spec.notify.slack and spec.notify.slack.webhook_secret:
-        name = spec.notify.slack.webhook_secret.partition(":")[0]
-        values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
-    project, client = f"projects/{deployment.settings.project}", deployment.clients.secrets()
-    for name, value in values.items():
-        secret: dict[str, Any] = {"replication": {"automatic": {}}}
-        try:
-            client.create_secret(parent=project, secret_id=name, secret=secret, timeout=TIMEOUT_SECONDS)
-        except Conflict:
-            continue  # the stack has created the webhook's secret
-        payload = {"data": value.encode()}
-        client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
-
-
-def upload_source(clients: Clients, uri: str) -> None:
-    """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
-    from google.api_core.exceptions import Conflict
-
-    source = SOURCES[uri](CACHE)
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
-    client = clients.storage()
-    with suppress(Conflict):  # the bucket exists from the previous source
-        client.create_bucket(bucket, timeout=TIMEOUT_SECONDS)
-    if source.is_dir():
-        upload_directory(client, source, uri)
-    else:
-        client.bucket(bucket).blob(name).upload_from_filename(str(source), timeout=TIMEOUT_SECONDS)
-
-
-def _gemma3(cache: Path) -> Path:
-    from dropforge_local import tiny
-
-    return tiny.base_model(cache)
-
-
-def _qwen3(cache: Path) -> Path:
-    from dropforge_local import tiny
-
-    return tiny.base_model(cache, "qwen3")
-
-
-def _text_to_sql(cache: Path) -> Path:
-    from dropforge_local import tiny
-
-    return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
-
-
-def _text_to_sql_unseen(cache: Path) -> Path:
-    from dropforge_local import tiny
-
-    return tiny.dataset(cache / "text-to-sql-unseen.jsonl", tiny.UNSEEN_ROWS, held_out=True)
-
-
 # The tools that create an environment for images with other packages than the stack's.
 ENVIRONMENTS = {
     "training on ray": "maxtext_env.py",
     "training on tpu_vm": "maxtext_env.py",
     "serving by vllm": "vllm_env.py",
-}
-
-# The sources that the demo creates. It leaves other sources alone.
-SOURCES: dict[str, Callable[[Path], Path]] = {
-    "gs://local-data/tiny-gemma3": _gemma3,
-    "gs://local-data/tiny-qwen3": _qwen3,
-    "gs://local-data/text-to-sql.jsonl": _text_to_sql,
-    "gs://local-data/text-to-sql-unseen.jsonl": _text_to_sql_unseen,
 }
 
 

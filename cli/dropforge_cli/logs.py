@@ -19,7 +19,7 @@ from dropforge.run.store import RunStore
 from .deployment import Deployment, connect
 from .display import working
 from .log_lines import GCLOUD_FORMAT, entries, readable, readable_gcloud
-from .options import run_argument, state_option
+from .options import latest_argument, state_option
 from .plain import echo
 from .problems import CliError
 from .runs import find_run
@@ -31,7 +31,7 @@ _SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedRe
 
 
 @click.command()
-@run_argument
+@latest_argument
 @click.option("--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--tail", type=click.IntRange(1), metavar="N", help="Print only the last N lines of each container.")
 @click.option("--json", "as_json", is_flag=True, help="Print the lines as the containers wrote them.")

@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": Lazy("demo", "Train and serve a small model on this machine, then end everything it started."),
     "up": Lazy("local", "Start the local stack: emulated Google APIs and the functions, on this machine only."),
     "down": Lazy("local", "Stop the local stack and every container that it started, even after the stack was killed."),
+    "init": Lazy("init", "Write a valid job spec to FILE (my-job.json): asks for what the options do not say."),
     "validate": Lazy("specs", "Check job specs without dropping them."),
     "plan": Lazy("plan", "Show the resources, the memory and the maximum cost of a job spec."),
     "preflight": Lazy(
@@ -35,6 +36,7 @@ COMMANDS = {
         "smoke",
         "Train on each target of a deployment, check every promise, end everything; exit 1 if a promise is broken.",
     ),
+    "put": Lazy("sources", "Copy a file or a directory to a bucket, so that a spec can name it; prints its URI."),
     "submit": Lazy("specs", "Drop a job spec into the specs bucket; prints the run's id."),
     "runs": Lazy("runs", "List runs, newest first, as many columns as the terminal has room for."),
     "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
@@ -43,6 +45,11 @@ COMMANDS = {
     "cost": Lazy("cost", "Add up what runs and endpoints have cost so far, beside their maximum."),
     "audit": Lazy(
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
+    ),
+    "chat": Lazy("chat", "Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."),
+    "token": Lazy("token", "Print the token of a run's endpoint, alone, for scripts: the API key of an OpenAI client."),
+    "snippet": Lazy(
+        "snippet", "Print a program that asks the endpoint of a run, with a held-out question if there is one."
     ),
     "workflows": Lazy("workflows", "Check and run workflow sources."),
     "chaos": Lazy(

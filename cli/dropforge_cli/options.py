@@ -39,7 +39,18 @@ class Label(click.ParamType[tuple[str, str]]):
         return key, wanted
 
 
-run_argument = click.argument("run", default="latest", metavar="[RUN]")
+def complete_run(context: click.Context, argument: click.Parameter, incomplete: str) -> list[str]:
+    """Return the ids of the local stack's runs for the shell; none without a stack, because a shell must not wait."""
+    from .deployment import of_stack, running, state_directory
+
+    stack = running(state_directory(context.params.get("state")))
+    if stack is None:
+        return []
+    return [run for run in of_stack(stack).store.runs() if run.startswith(incomplete)]
+
+
+run_argument = click.argument("run", shell_complete=complete_run)
+latest_argument = click.argument("run", default="latest", metavar="[RUN]", shell_complete=complete_run)
 state_option = click.option(
     "--state", metavar="DIR", help="The local stack's directory; default: $DROPFORGE_STATE or build/local."
 )

@@ -25,8 +25,8 @@ from dropforge.spec import JobSpec
 from dropforge.spec.demand import Demand, Quota
 from dropforge.stages.admission import check as check_admission
 
-from . import accounts, google_apis, quotas
-from .deployment import connect
+from . import accounts, google_apis, mends, quotas
+from .deployment import Deployment, connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
 from .options import SPEC_FILE, json_option, state_option
@@ -37,6 +37,7 @@ from .specs import read_spec
 
 OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
 STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
+LIMITS, ENDPOINT_COST = "docs/cli.md#preflight", "docs/limits.md#the-cost-of-an-endpoint"
 # The APIs that every deployment uses. Platforms add more. terraform/apis.tf enables all of them.
 ALWAYS = (
     "artifactregistry", "cloudfunctions", "eventarc", "pubsub", "run", "secretmanager", "storage",
@@ -52,7 +53,10 @@ IMAGE = re.compile(
 
 
 class Finding(NamedTuple):
-    """One answer. `mend` is the fix if the answer is not ok: a command, or a change."""
+    """One answer. `mend` is the fix if the answer is not ok.
+
+    It is a command, a section of a page, or Google's page of quotas.
+    """
 
     status: str
     what: str
@@ -68,7 +72,7 @@ def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None
     """Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."""
     deployment = connect(state)
     jobs = {path.name: read_spec(path, policy_in_use(deployment)) for path in specs}
-    answers = list(findings(deployment.context.cloud, jobs))
+    answers = list(findings(deployment, jobs))
     if as_json:
         echo_json([answer._asdict() for answer in answers])
     else:
@@ -77,9 +81,9 @@ def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None
         raise SystemExit(FAILED)
 
 
-def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
+def findings(deployment: Deployment, specs: dict[str, JobSpec]) -> Iterator[Finding]:
     """Yield the answers about a deployment and about each spec, by name."""
-    settings = cloud.settings
+    settings, cloud = deployment.settings, deployment.context.cloud
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
     yield from _asked("project", lambda: _project_permissions(settings.project))
@@ -87,10 +91,10 @@ def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
     yield from _asked("accounts", lambda: _accounts(settings, list(specs.values())))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
         yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(cloud, bucket, needed))  # type: ignore[misc]
-    for name, image in sorted(_images(settings).items()):
-        yield from _asked(f"image {name}", lambda name=name, image=image: _image(name, image))  # type: ignore[misc]
+    for name, image in [] if deployment.stack else sorted(_images(settings).items()):  # a stack builds its own
+        yield from _asked(f"image {name}", lambda name=name, image=image: _image(settings, name, image))  # type: ignore[misc]
     for name, spec in specs.items():
-        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(cloud, name, spec))  # type: ignore[misc]
+        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(deployment, name, spec))  # type: ignore[misc]
         for wanted in demands(spec):
             if wanted.listed_by == "tpu":
                 what = f"{wanted.name} in {wanted.place}"
@@ -122,13 +126,13 @@ def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         return list(ask())
     except NotAsked as error:
-        return [Finding(NOT_ASKED, what, str(error))]
+        return [Finding(NOT_ASKED, what, str(error), LIMITS)]
     except Refused as error:
-        return [Finding(NO, what, f"Google answered {error.status}: {error}", "see docs/security.md, Who may do what")]
+        return [Finding(NO, what, f"Google answered {error.status}: {error}", mends.RIGHTS)]
     except client_errors() as error:
         if getattr(error, "code", None) == 501:
-            return [Finding(NOT_ASKED, what, "the local stack does not emulate it")]
-        return [Finding(NO, what, cut(str(error), 300), "see docs/security.md, Who may do what")]
+            return [Finding(NOT_ASKED, what, "the local stack does not emulate it", LIMITS)]
+        return [Finding(NO, what, cut(str(error), 300), mends.RIGHTS)]
 
 
 def _services(project: str, kinds: set[str]) -> Iterator[Finding]:
@@ -150,7 +154,11 @@ def _project_permissions(project: str) -> Iterator[Finding]:
     """https://cloud.google.com/resource-manager/reference/rest/v1/projects/testIamPermissions"""
     path, body = f"v1/projects/{project}:testIamPermissions", {"permissions": list(ON_PROJECT)}
     held = google_apis.post("cloudresourcemanager", path, body).get("permissions", ())
-    yield _held(f"project {project}", ON_PROJECT, held, f"grant yourself roles/viewer on project {project}")
+    mend = (
+        f"gcloud projects add-iam-policy-binding {project} --role=roles/viewer "
+        '--member="user:$(gcloud config get-value account)"'
+    )
+    yield _held(f"project {project}", ON_PROJECT, held, mend)
 
 
 def _custom_roles(project: str, specs: list[JobSpec]) -> Iterator[Finding]:
@@ -159,13 +167,13 @@ def _custom_roles(project: str, specs: list[JobSpec]) -> Iterator[Finding]:
     permissions = sorted({use.permission for use in accounts.needed(specs)})
     mend = (
         f"gcloud iam list-testable-permissions //cloudresourcemanager.googleapis.com/projects/{project} "
-        "--filter=customRolesSupportLevel=NOT_SUPPORTED, and bind a predefined role in terraform/iam.tf"
+        "--filter=customRolesSupportLevel=NOT_SUPPORTED"
     )
     for level, status in (("NOT_SUPPORTED", NO), ("TESTING", WARNING)):
         if found := [name for name in permissions if levels.get(name) == level]:
             yield Finding(status, what, f"{level} in custom roles: {', '.join(found)}", mend)
     if unlisted := [name for name in permissions if name not in levels]:
-        yield Finding(NOT_ASKED, what, f"Google does not list {', '.join(unlisted)} for the project")
+        yield Finding(NOT_ASKED, what, f"Google does not list {', '.join(unlisted)} for the project", mends.RIGHTS)
     if supported := [name for name in permissions if levels.get(name) == "SUPPORTED"]:
         yield Finding(OK, what, f"{len(supported)} permissions are SUPPORTED in custom roles")
 
@@ -176,13 +184,11 @@ def _accounts(settings: Settings, specs: list[JobSpec]) -> Iterator[Finding]:
         if state == "CAN_ACCESS":
             yield Finding(OK, what, f"the account has {use.permission} on {use.scope}")
         elif state == "CANNOT_ACCESS":
-            yield Finding(
-                NO, what, f"the account lacks {use.permission} on {use.scope}", "make deploy PROJECT_ID=… REGION=…"
-            )
+            message = f"the account lacks {use.permission} on {use.scope}"
+            yield Finding(NO, what, message, mends.make("deploy", settings))
         else:
-            yield Finding(
-                NOT_ASKED, what, f"{use.permission} on {use.scope}: {state}; run this command as a security reviewer"
-            )
+            message = f"{use.permission} on {use.scope}: {state}; run this command as a security reviewer"
+            yield Finding(NOT_ASKED, what, message, LIMITS)
 
 
 def _bucket(cloud: Cloud, name: str, needed: tuple[str, ...]) -> Iterator[Finding]:
@@ -191,10 +197,9 @@ def _bucket(cloud: Cloud, name: str, needed: tuple[str, ...]) -> Iterator[Findin
     try:
         held = cloud.clients.storage().bucket(name).test_iam_permissions(list(needed), timeout=TIMEOUT_SECONDS)
     except NotFound:
-        yield Finding(NO, f"bucket {name}", "the bucket does not exist", "make deploy PROJECT_ID=… REGION=…")
+        yield Finding(NO, f"bucket {name}", "the bucket does not exist", mends.make("deploy", cloud.settings))
         return
-    mend = "add yourself to the submitters in terraform/terraform.tfvars, then make deploy"
-    yield _held(f"bucket {name}", needed, held, mend)
+    yield _held(f"bucket {name}", needed, held, "docs/deploy.md#choices")
 
 
 def _held(what: str, needed: Iterable[str], held: Iterable[str], mend: str) -> Finding:
@@ -208,12 +213,12 @@ def _images(settings: Settings) -> dict[str, str]:
     return {name: value for name, value in vars(settings).items() if name.endswith("_image") and value}
 
 
-def _image(name: str, uri: str) -> Iterator[Finding]:
+def _image(settings: Settings, name: str, uri: str) -> Iterator[Finding]:
     """https://cloud.google.com/artifact-registry/docs/reference/rest/v1/projects.locations.repositories.dockerImages/get"""
     match, what = IMAGE.fullmatch(uri), f"image {name}"
     if match is None or "@sha256:" not in uri:
-        mend = "make images, then make deploy"
-        yield Finding(WARNING, what, f"{uri} is not a digest in Artifact Registry, so the image can change", mend)
+        message = f"{uri} is not a digest in Artifact Registry, so the image can change"
+        yield Finding(WARNING, what, message, mends.make_images(settings))
         return
     parent = f"v1/projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
     try:
@@ -221,22 +226,24 @@ def _image(name: str, uri: str) -> Iterator[Finding]:
     except Refused as error:
         if error.status != 404:
             raise
-        yield Finding(NO, what, f"{uri} does not exist", "make images, then make deploy")
+        yield Finding(NO, what, f"{uri} does not exist", mends.make_images(settings))
     else:
         yield Finding(OK, what, "the digest exists")
 
 
-def _admission(cloud: Cloud, name: str, spec: JobSpec) -> Iterator[Finding]:
+def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Finding]:
     """Yield everything that admission would refuse: images, clusters, secrets, sources, time and budget."""
     try:
-        check_admission(cloud, spec)
+        check_admission(deployment.context.cloud, spec)
     except InvalidSpec as error:
         for problem in error.problems:
-            yield Finding(NO, f"spec {name}", str(problem), problem.expected or "")
+            yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
     else:
         yield Finding(OK, f"spec {name}", "the spec would be accepted; its secrets and sources exist")
         if note := short_endpoint(spec):
-            yield Finding(WARNING, f"spec {name}", note, "raise limits.max_cost_usd, or shorten serve.ttl")
+            yield Finding(
+                WARNING, f"spec {name}", f"{note}; raise limits.max_cost_usd, or shorten serve.ttl", ENDPOINT_COST
+            )
 
 
 def _gpu_region(project: str, wanted: Demand) -> Iterator[Finding]:
@@ -258,7 +265,7 @@ def _quota(project: str, wanted: Demand) -> Iterator[Finding]:
     if wanted.quota is None:
         raise NotAsked(wanted.unknown)
     what, quota = f"quota for {wanted}", wanted.quota
-    mend = f"add placements, or request {quota.id}: https://console.cloud.google.com/iam-admin/quotas?project={project}"
+    mend = f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
     listed = _compute_quota(project, wanted.place, quota) if wanted.listed_by == "compute" else None
     limit, usage = listed or (quotas.limit(project, quota), 0.0)
     if limit is None:
@@ -305,9 +312,10 @@ def _locations(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
         far = sorted(region for region in regions if bucket.location_type == "region" and place != region)
         if far:
             message = (
-                f"the bucket is in {place}, and the run may train in {', '.join(far)}: reads across regions cost money"
+                f"the bucket is in {place}, and the run may train in {', '.join(far)}: reads across regions cost "
+                f"money; prefer placements in {place}"
             )
-            yield Finding(WARNING, what, message, f"prefer placements in {place}")
+            yield Finding(WARNING, what, message, mends.PAGES["target"])
         else:
             yield Finding(OK, what, f"the bucket is in {place}")
 

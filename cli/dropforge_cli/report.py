@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +14,6 @@ from dropforge.base.errors import NotFound
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
-from dropforge.platforms.serving import endpoint_key
 from dropforge.run.artifacts import read_artifact, read_manifest
 from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.run.store import RunStore
@@ -23,6 +21,7 @@ from dropforge.spec import JobSpec
 
 from .deployment import Deployment
 from .display import number, table, titled, usd
+from .endpoints import token_of
 from .logs import read_log
 from .plan import price_warnings
 from .result import show_reason
@@ -49,10 +48,10 @@ def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out:
     sample = held_out_sample(deployment, record)
     if sample is None:
         return
-    key = endpoint_key(deployment.context.cloud, deployment.store.spec(record.run))
-    answer = ask(endpoint, sample["prompt"], key)
+    token = token_of(deployment, deployment.store.spec(record.run))
+    answer = ask(endpoint, sample["prompt"], token)
     out.print()
-    out.print(titled("a held-out question", f"answered by {endpoint.model} at {endpoint.url}/v1"))
+    out.print(titled("a held-out question", f"answered by {endpoint.model} at {endpoint.base_url}"))
     for message in sample["prompt"]:
         out.print(message["content"])
     out.print(f"expected  {sample['expected']}")
@@ -73,12 +72,12 @@ def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | 
     return dict(samples[0]) if samples else None
 
 
-def ask(endpoint: Endpoint, messages: list[Any], key: str) -> str:
-    """Return the endpoint's answer, requested with the ordinary openai package. `key` is its API key, or ""."""
+def ask(endpoint: Endpoint, messages: list[Any], token: str) -> str:
+    """Return the endpoint's answer, requested with the ordinary openai package."""
     from openai import OpenAI
 
-    token = key or os.environ["DROPFORGE_EMULATOR_TOKEN"]
-    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=token, timeout=ANSWER_SECONDS) as client:
+    # The package refuses an empty key; an endpoint without a token ignores any.
+    with OpenAI(base_url=endpoint.base_url, api_key=token or "none", timeout=ANSWER_SECONDS) as client:
         reply = client.chat.completions.create(
             model=endpoint.model, messages=messages, temperature=0, max_tokens=ANSWER_TOKENS
         )

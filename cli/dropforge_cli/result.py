@@ -9,6 +9,7 @@ from rich.console import Console
 from dropforge.run.record import Endpoint, Record
 
 from .display import joined, number, usd
+from .endpoints import call_lines
 
 
 def show_result(record: Record, now: datetime, out: Console) -> None:
@@ -17,8 +18,10 @@ def show_result(record: Record, now: datetime, out: Console) -> None:
     if parts := _metrics(record.metrics):
         out.print(joined(parts, out.width))
     if record.endpoint is not None:
-        out.print(f"endpoint {record.endpoint.url}/v1", soft_wrap=True)
+        out.print(f"endpoint {record.endpoint.base_url}", soft_wrap=True)
         out.print(f"  model {record.endpoint.model}, {_lifetime(record.endpoint, now)}")
+        for line in call_lines(record):
+            out.print(f"  {line}", soft_wrap=True)
     if record.attempts:
         training, serving = record.training_cost(now), record.serving_cost(now)
         parts = [f"training {usd(training)}"] + ([] if serving == 0 else [f"endpoint at most {usd(serving)}"])

@@ -20,9 +20,10 @@ from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
 from .display import age, counted, duration, joined, stderr, stdout, table, titled, working
+from .endpoints import endpoint_json
 from .follow import Follower, Snapshot, bar, describe_wait, watch
 from .listing import FIELDS, READERS, Filter, columns, fitting, in_order, read_specs
-from .options import Label, json_option, run_argument, since_option, state_option
+from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
 from .result import show_result
@@ -83,7 +84,7 @@ def runs(
 
 
 @click.command()
-@run_argument
+@latest_argument
 @click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @json_option
 @state_option
@@ -111,7 +112,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @state_option
 def cancel(run: str, state: str | None) -> None:
     """Request the end of a run, or of the endpoint of a finished run.
@@ -202,6 +203,7 @@ def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Led
         "target": spec.target.type if spec else None,
         "model": spec.model.source if spec else None,
         "labels": spec.labels if spec else None,
+        "endpoint": endpoint_json(record),
     }
     if ledger is not None:
         computed["ledger"] = [entry.model_dump(mode="json") for entry in ledger.entries]

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +22,6 @@ from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
 from dropforge.platforms import targets
-from dropforge.platforms.serving import endpoint_key
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
 from dropforge.run.store import RunStore
@@ -35,6 +31,8 @@ from dropforge.stages.sweep.orphans import list_all
 from .audit import compare
 from .deployment import Deployment
 from .display import usd
+from .endpoints import token_of
+from .problems import CliError
 from .report import ANSWER_SECONDS, ANSWER_TOKENS
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
@@ -367,9 +365,10 @@ def endpoint_refuses(seen: Seen, endpoint: Endpoint) -> Result:
 
 
 def endpoint_answers(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> Result:
-    token = endpoint_key(deployment.context.cloud, seen.spec) or _identity_token(deployment)
-    if not token:
-        return seen.silent("endpoint-answers", "no identity token: `gcloud auth print-identity-token` printed nothing")
+    try:
+        token = token_of(deployment, seen.spec)
+    except CliError as error:
+        return seen.silent("endpoint-answers", f"no token: {error.message}")
     answer = _complete(endpoint, {"Authorization": f"Bearer {token}"})
     if not answer.ok:
         return seen.says("endpoint-answers", f"HTTP {answer.status_code}: {cut(answer.text, 200)}", "")
@@ -385,17 +384,6 @@ def _complete(endpoint: Endpoint, headers: dict[str, str]) -> requests.Response:
     }
     url = f"{endpoint.url}/v1/chat/completions"
     return requests.post(url, json=body, headers=headers, timeout=ANSWER_SECONDS)
-
-
-def _identity_token(deployment: Deployment) -> str:
-    """Return an identity token, or "". gcloud has one for a user; google-auth has not."""
-    if deployment.stack is not None:
-        return os.environ["DROPFORGE_EMULATOR_TOKEN"]
-    if shutil.which("gcloud") is None:
-        return ""
-    command = ["gcloud", "auth", "print-identity-token"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    return done.stdout.strip()
 
 
 def audit_clean(runs: Iterable[str], store: RunStore, deployment: Deployment) -> Result:

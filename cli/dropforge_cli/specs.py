@@ -21,11 +21,13 @@ from dropforge.stages.ceiling import policy_problems, with_defaults
 
 from .deployment import Deployment, connect, find
 from .display import stdout
+from .duplicates import refuse_duplicate
 from .follow import watch
 from .options import SPEC_FILE, model_config_option, state_option
 from .plain import echo
 from .policy import policy_in_use
 from .problems import FAILED, CliError
+from .sources import prepare
 
 
 @click.command()
@@ -52,14 +54,19 @@ def validate(specs: tuple[Path, ...], model_config: Path | None) -> None:
 @click.argument("spec", type=SPEC_FILE)
 @click.option("--name", "object_name", metavar="OBJECT", help="Object name below specs/; default: the file name.")
 @click.option("--unchecked", is_flag=True, help="Drop the spec even if it is invalid.")
+@click.option("--again", is_flag=True, help="Do not ask when a run had the same spec.")
 @click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @state_option
-def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, state: str | None) -> None:
+def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, watched: bool, state: str | None) -> None:
     """Drop a job spec into the specs bucket; prints the run's id."""
-    deployment = connect(state)
+    deployment, data = connect(state), spec.read_bytes()
+    if not again:
+        refuse_duplicate(deployment, data)
     if not unchecked:
-        _note(spec, read_spec(spec, policy_in_use(deployment)))
-    run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
+        job = read_spec(spec, policy_in_use(deployment))
+        _note(spec, job)
+        prepare(job, deployment)
+    run = upload_spec(deployment, data, object_name or spec.name)
     echo(run)
     echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .commands import COMMAND, NOOP, NOOP_COMMAND, Process, processes_of
+from .commands import COMMAND, NOOP, NOOP_COMMAND, ROOT, Process, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -198,3 +201,66 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert re.search(r"^\d\d-\d\d \d\d:\d\d:\d\d progress, step 2 of 2, loss 1$", output("logs", run), re.M)
     assert '"message": "succeeded"' in output("logs", run, "--tail", "1", "--json")
     output("down", "--delete")
+
+
+def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., Process], tmp_path: Path) -> None:
+    def output(*arguments: str, code: int = 0) -> str:
+        process = start(*arguments, command=COMMAND)
+        assert process.code() == code, process.text()
+        return process.text()
+
+    assert start("up").code() == 0
+    columns = {"prompt": "Question: {question}", "completion": "{answer}"}
+    spec = write_spec(tmp_path, noop_spec(dataset={"source": "gs://local-data/text-to-sql.jsonl", "columns": columns}))
+    watched = output("submit", spec, "--watch")
+    assert "made gs://local-data/text-to-sql.jsonl in" in watched
+    assert "made the secret hf-token with a meaningless value" in watched
+    endpoint = re.search(r"^endpoint (http://127\.0\.0\.1:\d+/v1), model noop, until", watched, re.M)
+    assert endpoint is not None, watched
+    run = next(line for line in watched.splitlines() if re.fullmatch(r"spec-[0-9a-f]{12}", line))
+    again = output("submit", spec, code=2)
+    assert f"error: the same spec is run {run}: SUCCEEDED, cost so far $0." in again
+    assert "its endpoint serves until" in again
+    assert output("chat", run, "how many?") == "ok\n"
+    words = {"_DROPFORGE_COMPLETE": "bash_complete", "COMP_WORDS": f"dropforge status {run[:6]}", "COMP_CWORD": "2"}
+    completed = subprocess.run(COMMAND, cwd=tmp_path, env={**os.environ, **words}, capture_output=True, timeout=60)
+    assert completed.stdout.decode() == f"plain,{run}\n"
+    token = output("token", run)
+    assert token.startswith("dropforge-local.")
+    assert output("runs", "--json").count(endpoint[1]) == 1
+    (tmp_path / "ask.sh").write_text(output("snippet", run, "--lang", "curl").partition("\n")[2])
+    environment = {**os.environ, "DROPFORGE_TOKEN": token.strip()}
+    asked = subprocess.run(["bash", "ask.sh"], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert json.loads(asked.stdout)["choices"][0]["message"]["content"] == "ok", asked.stderr
+    output("down", "--delete")
+
+
+def test_the_page_about_your_own_data_works_as_written(start: Callable[..., Process], tmp_path: Path) -> None:
+    """Every command of docs/your-data.md, in its order. Only `up` differs: its containers train nothing."""
+    page = (ROOT / "docs" / "your-data.md").read_text()
+    head = re.search(r"```csv\n(.*?)```", page, re.S)
+    assert head is not None
+    rows = "".join(f'"ticket number {number}",billing\n' for number in range(40))
+    (tmp_path / "tickets.csv").write_text(head[1] + rows)
+    run = "RUN"
+    commands = re.findall(r"^\$ dropforge (.*)$", page, re.M)
+    assert [command.split()[0] for command in commands] == [
+        "up", "init", "put", "validate", "submit", "chat", "cancel", "down",
+    ]  # fmt: skip
+    for command in commands:
+        words = [run if word == "RUN" else word for word in shlex.split(command)]
+        if words[0] == "submit":  # a stand-in for the tiny model, whose training takes minutes
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model" / "README.md").write_text("no model")
+            assert start("put", "model", "gs://local-data/tiny-gemma3", command=COMMAND).code() == 0
+        process = start(*words, command=NOOP_COMMAND if words[0] == "up" else COMMAND)
+        assert process.code() == 0, process.text()
+        if words[0] == "init":
+            shown = re.search(r"```json\n(.*?)```", page, re.S)
+            assert shown is not None
+            written = json.loads((tmp_path / "my-job.json").read_text())
+            assert json.loads(f"{{{shown[1]}}}")["dataset"] == written["dataset"]
+        if words[0] == "submit":
+            run = next(line for line in process.text().splitlines() if re.fullmatch(r"my-job-[0-9a-f]{12}", line))
+        if words[0] == "chat":
+            assert process.text() == "ok\n"

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import yaml
 
+from dropforge.base.errors import SpecProblem
 from dropforge.platforms import servers, targets
-from dropforge_cli import preflight
+from dropforge_cli import mends, preflight
 from dropforge_cli.accounts import ALWAYS
+from dropforge_cli.deployment import connect
 from dropforge_cli.google_apis import APIS
+from dropforge_cli.main import cli
+from dropforge_cli.policy import policy_in_use
+from dropforge_cli.specs import read_spec
+from dropforge_local.stack.config import StackInfo
 
 from ..deployments import clients
 from .conftest import ROOT, Deployed, toml, write_toml
@@ -183,7 +190,22 @@ def answers_of(deployed: Deployed, *arguments: str, code: int = 0) -> list[dict[
     result = deployed.run("preflight", *arguments, "--json")
     assert result.exit_code == code, result.output
     answers: list[dict[str, str]] = json.loads(result.stdout)
+    assert [answer for answer in answers if answer["status"] != "ok" and not is_advice(answer["mend"])] == []
     return answers
+
+
+def is_advice(mend: str) -> bool:
+    """Whether an advice is a command that exists, a section of a page that exists, or Google's page of quotas."""
+    if mend.startswith("docs/"):
+        page, _, anchor = mend.partition("#")
+        heads = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
+        return not anchor or anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}
+    if mend.startswith("https://console.cloud.google.com/iam-admin/quotas?project="):
+        return True
+    program, argument = mend.split()[:2]
+    if program == "make":
+        return re.search(rf"^{argument}:", (ROOT / "Makefile").read_text(), re.M) is not None and "…" not in mend
+    return program == "gcloud" or (program == "dropforge" and argument in cli.commands)
 
 
 def wrong(answers: list[dict[str, str]]) -> list[tuple[str, str, str]]:
@@ -217,7 +239,9 @@ def test_each_missing_part_is_named_with_its_fix(deployed: Deployed, project: Pr
         "quota for 1 nvidia-l4 in us-central1",
     }  # fmt: skip
     assert mends["APIs"] == "gcloud services enable run.googleapis.com --project=p"
-    assert mends["image serve_vllm_image"] == "make images, then make deploy"
+    makes = "make images PROJECT_ID=p REGION=us-central1 && make deploy PROJECT_ID=p REGION=us-central1"
+    assert mends["image serve_vllm_image"] == makes
+    assert mends["spec job.json"] == "dropforge put FILE gs://p-data/none"
     assert all(mends.values())
 
 
@@ -269,14 +293,66 @@ def test_data_in_another_region_are_a_warning(deployed: Deployed, project: Proje
         answer["what"]: answer for answer in answers_of(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))
     }
     assert answers["bucket p-far"]["status"] == "warning"
-    assert "prefer placements in europe-west4" in answers["bucket p-far"]["mend"]
+    assert "prefer placements in europe-west4" in answers["bucket p-far"]["message"]
 
 
 def test_a_budget_that_may_end_the_endpoint_early_is_a_warning(deployed: Deployed, project: Project) -> None:
     job = spec(serve={"type": "cloud_run", "ttl": "24h"}, limits={"max_cost_usd": 10})
     [(status, what, mend)] = wrong(answers_of(deployed, job))
     assert (status, what) == ("warning", "spec job.json")
-    assert "limits.max_cost_usd" in mend
+    assert mend == "docs/limits.md#the-cost-of-an-endpoint"
+
+
+def test_a_bucket_that_does_not_exist_is_mended_by_a_command(deployed: Deployed, project: Project) -> None:
+    answers = answers_of(deployed, spec(model={"source": "gs://p-none/m"}), code=1)
+    [mend] = [answer["mend"] for answer in answers if answer["what"] == "spec job.json"]
+    made = "gcloud storage buckets create gs://p-none --project=p --location=us-central1"
+    assert mend == f"{made} && dropforge put DIRECTORY gs://p-none/m"
+
+
+@pytest.mark.parametrize(
+    ("pointer", "message", "stack", "mend"),
+    [
+        (
+            "/secrets/HF_TOKEN",
+            "the secret does not exist",
+            False,
+            "gcloud secrets create hf --data-file=FILE",
+        ),
+        ("/secrets/HF_TOKEN", "the secret does not exist", True, "dropforge submit 'my job.json'"),
+        ("/notify/slack", "the secret does not exist", True, "dropforge submit 'my job.json'"),
+        ("/serve", "the secret does not exist", True, "gcloud secrets versions add hf --data-file=FILE --project=p"),
+        (
+            "/secrets/A",
+            "the secret's version is DISABLED",
+            False,
+            "gcloud secrets versions add hf --data-file",
+        ),
+        ("/secrets/A", "the secret may not be looked at", False, mends.RIGHTS),
+        ("/target/type", "above `x` of the deployment's policy", False, mends.POLICY),
+        ("", "anything", False, mends.SPECS),
+        ("/name", "anything", False, mends.SPECS),
+        *((f"/{part}/x", "anything", False, page) for part, page in mends.PAGES.items()),
+    ],
+)
+def test_every_problem_of_a_spec_has_an_advice(
+    deployed: Deployed, project: Project, pointer: str, message: str, stack: bool, mend: str
+) -> None:
+    connected = connect(None)
+    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {})
+    connected = replace(connected, stack=info if stack else None)
+    job = read_spec(Path(spec()), policy_in_use(connected))
+    advice = mends.of_problem(SpecProblem(pointer, message, "'hf:2'"), "my job.json", job, connected)
+    assert advice.startswith(mend)
+    assert is_advice(advice)
+
+
+def test_a_source_of_the_examples_is_made_by_submit(deployed: Deployed, project: Project) -> None:
+    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {})
+    connected = replace(connect(None), stack=info)
+    job = read_spec(Path(spec(dataset={"source": "gs://local-data/text-to-sql.jsonl"})), policy_in_use(connected))
+    problem = SpecProblem("/dataset/source", "the bucket does not exist", "gs://local-data")
+    assert mends.of_problem(problem, "job.json", job, connected) == "dropforge submit job.json"
 
 
 H100 = {"type": "gke", "accelerator": "nvidia-h100-80gb", "accelerator_count": 8}

@@ -30,7 +30,7 @@ def test_submit_prints_the_run_of_the_uploaded_object(deployed: Deployed) -> Non
 
 
 def test_the_same_spec_dropped_again_is_another_run(deployed: Deployed) -> None:
-    first, second = (deployed.run("submit", EXAMPLE, "--name", "team/a.json").stdout for _ in range(2))
+    first, second = (deployed.run("submit", EXAMPLE, "--again", "--name", "team/a.json").stdout for _ in range(2))
     assert first != second
     assert [blob.name for blob in clients.storage().list_blobs("p-specs")] == ["specs/team/a.json"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -38,7 +39,7 @@ def test_make_targets_exist(text: str) -> None:
 
 def test_commands_of_the_dropforge_command_are_accepted(text: str) -> None:
     for line in re.findall(r"^ *\$ (?:build/venv/bin/)?dropforge (.*)$", text, re.M):
-        name, *arguments = re.split(r"\s+#", line)[0].split()
+        name, *arguments = shlex.split(line, comments=True)
         command = cli.get_command(click.Context(cli), name)
         assert command is not None, line
         if isinstance(command, click.Group):
@@ -47,8 +48,9 @@ def test_commands_of_the_dropforge_command_are_accepted(text: str) -> None:
 
 
 def _existing(argument: str) -> str:
-    """Replace my-job.json by an existing file: click checks that files exist."""
-    return str(ROOT / "examples" / "local" / "cloud_run.json") if argument == "my-job.json" else argument
+    """Replace the files of the user by an existing file: click checks that files exist."""
+    is_users = argument in ("my-job.json", "my-rows.csv", "tickets.csv")
+    return str(ROOT / "examples" / "local" / "cloud_run.json") if is_users else argument
 
 
 def test_the_index_lists_every_page() -> None:

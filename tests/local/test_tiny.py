@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dropforge_cli.demo import SOURCES
+from dropforge_cli.sources import SOURCES
 from dropforge_local import tiny
 
 LOCAL = sorted((Path(__file__).resolve().parents[2] / "examples" / "local").glob("*.json"))

@@ -141,6 +141,11 @@ class Endpoint(Stored):
     limit: Literal["ttl", "max_cost_usd"] = "ttl"  # the limit that decides the expiry
     ended: datetime | None = None
 
+    @property
+    def base_url(self) -> str:
+        """What clients of the OpenAI API take as their base URL."""
+        return f"{self.url}/v1"
+
 
 class Parity(Stored):
     """The comparison of an endpoint with the seal of its model (run/seal.py).

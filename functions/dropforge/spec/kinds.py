@@ -127,13 +127,13 @@ class ServeSpec(_Typed):
     """Where a run's model is served. Subclasses have their own `type` and the fields of their endpoint.
 
     `is_private`: clients reach the endpoint only from inside the VPC. `keeps_machine`: the training machine is kept and
-    serves. `has_key`: no IAM guards the endpoint, so requests need the deployment's API key
-    (`Settings.endpoint_key_secret`). `streams_weights`: the server reads the weights from the bucket into its
-    accelerators, without a disk.
+    serves. `credential`: what a request must bring: a Google identity token where IAM guards the endpoint, the
+    deployment's API key (`Settings.endpoint_key_secret`), or nothing. `streams_weights`: the server reads the weights
+    from the bucket into its accelerators, without a disk.
     """
 
     is_private: ClassVar[bool] = True
-    has_key: ClassVar[bool] = True
+    credential: ClassVar[Literal["identity_token", "api_key", "none"]] = "api_key"
     streams_weights: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
 
@@ -155,6 +155,11 @@ class ServeSpec(_Typed):
         def max_instances(self) -> int: ...
         def machine(self, job: JobSpec) -> Machine:
             """The machine of an instance."""
+
+    @property
+    def has_key(self) -> bool:
+        """Whether requests need the deployment's API key."""
+        return self.credential == "api_key"
 
     @property
     def storage_gib(self) -> int:

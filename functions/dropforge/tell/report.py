@@ -17,11 +17,19 @@ def report(record: Record, spec: JobSpec, now: datetime) -> dict[str, Any]:
         "ended": record.history[-1].time.isoformat(),
         "seconds_per_stage": record.stage_seconds(now),
         "cost_usd": cost(record, now),
-        "endpoint": record.endpoint.model_dump(mode="json") if record.endpoint else None,
+        "endpoint": _endpoint(record, spec),
         "parity": record.parity.model_dump(mode="json") if record.parity else None,
         "error": record.error.model_dump(mode="json") if record.error else None,
         "spec": spec.model_dump(mode="json", by_alias=True),
     }
+
+
+def _endpoint(record: Record, spec: JobSpec) -> dict[str, Any] | None:
+    """The endpoint with what a client of the OpenAI API takes, and what a request must bring."""
+    if record.endpoint is None or spec.serve is None:
+        return None
+    calling = {"base_url": record.endpoint.base_url, "credential": spec.serve.credential}
+    return {**record.endpoint.model_dump(mode="json"), **calling}
 
 
 def cost(record: Record, now: datetime) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class CloudRunServe(ServeSpec):
     """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
 
     is_private = False
-    has_key = False
+    credential = "identity_token"
 
     type: Literal["cloud_run"] = Field(description="A Cloud Run service.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")

@@ -156,7 +156,7 @@ class TrainingVmServe(OneMachine):
     """A vLLM endpoint on the TPU VM that trained the model: no second machine and no second wait for capacity."""
 
     keeps_machine = True
-    has_key = False  # the server runs as the trainer, which may not read the key of all endpoints
+    credential = "none"  # the server runs as the trainer, which may not read the key of all endpoints
 
     type: Literal["training_vm"] = Field(description="The TPU VM that trained.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")

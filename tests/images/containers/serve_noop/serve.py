@@ -33,12 +33,26 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"status": "ok"})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
+        if json.loads(body or "{}").get("stream"):
+            return self.stream()
         message = {"role": "assistant", "content": "ok"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.answer({"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]})
+
+    def stream(self) -> None:
+        choices: list[object] = [{"index": 0, "delta": {"content": part}, "finish_reason": None} for part in ("o", "k")]
+        choices.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+        chunk: dict[str, object] = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        events = [json.dumps({**chunk, "choices": [choice]}) for choice in choices]
+        body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def answer(self, value: dict[str, object], status: int = 200) -> None:
         body = json.dumps(value).encode()

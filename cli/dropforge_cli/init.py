@@ -1,0 +1,238 @@
+"""`dropforge init`: writes a valid job spec from the answers to four questions, or from options."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from dropforge.base.errors import InvalidSpec
+from dropforge.platforms import platform_of, targets
+from dropforge.spec import registry
+
+from .deployment import Deployment, find
+from .options import state_option
+from .plain import echo, plain
+from .policy import policy_in_use
+from .problems import CliError
+from .specs import read_spec
+
+ENOUGH_ROWS = 8  # containers/common/rows.py refuses fewer rows to train on
+HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
+READ_FORMATS = ("messages",), ("prompt", "completion"), ("text",)  # forms of rows that need no templates
+ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
+NUMBERS = ("id", "idx", "index", "uuid", "row")  # columns that no prompt needs
+# The tiny models of the local stack learn only with settings of their own (examples/local/).
+TINY = "gs://local-data/tiny-"
+TINY_TRAINING = {"learning_rate": 5e-3, "per_device_train_batch_size": 16, "max_length": 256}
+TINY_SERVE = {"max_model_len": 256, "max_num_seqs": 8}
+SERVES: dict[str, dict[str, Any]] = {"tpu_vm": {"type": "training_vm"}}
+SERVE = {"type": "cloud_run", "region": "us-central1"}
+BUDGET = "/limits/max_cost_usd"
+
+
+class Data(NamedTuple):
+    """The data set of a spec: its source, the rows of a local file (0 if unknown), and the templates it needs."""
+
+    source: str
+    rows: int = 0
+    columns: dict[str, str] | None = None
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default="my-job.json")
+@click.option("--target", type=click.Choice(list(registry.PLATFORMS)), help="Where to train.")
+@click.option("--model", metavar="SOURCE", help="The base model: an id of the Hugging Face Hub, or gs://….")
+@click.option("--data", metavar="SOURCE", help="A local .csv, .jsonl or .json file, an id of the Hub, or gs://….")
+@click.option("--serve/--no-serve", default=None, help="Whether to serve the trained model.")
+@click.option("--bucket", metavar="BUCKET", help="Where a local file will be: `dropforge put` copies it there.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+@state_option
+def init(
+    file: Path,
+    target: str | None,
+    model: str | None,
+    data: str | None,
+    serve: bool | None,
+    bucket: str | None,
+    force: bool,
+    state: str | None,
+) -> None:
+    """Write a valid job spec to FILE (my-job.json): asks for what the options do not say."""
+    if file.exists() and not force:
+        raise CliError(f"{file} exists", "name another file, or `--force` replaces it")
+    deployment = find(state)
+    target = _asked("Where to train", target, "cloud_run", click.Choice(list(registry.PLATFORMS)))
+    model = _asked("Base model", model, _usual_model(deployment, target))
+    data = _asked("Data (a local file, an id of the Hub, or gs://…)", data, _usual_data(deployment))
+    if serve is None:
+        serve = click.confirm("Serve the model", default=True, err=True) if sys.stdin.isatty() else True
+    read = read_data(data, bucket or _usual_bucket(deployment))
+    document = _document(target, model, read, serve)
+    _write(file, document, deployment)
+    echo(str(file))
+    if read.source != data:
+        echo(f"next: dropforge put {shlex.quote(data)} {shlex.quote(read.source)}", err=True)
+    echo(f"next: dropforge submit {shlex.quote(str(file))} --watch", err=True)
+
+
+def _asked(question: str, given: str | None, default: str, kind: click.Choice[str] | None = None) -> str:
+    """Return an option's value, else the answer in a terminal, else the default."""
+    if given is not None or not sys.stdin.isatty():
+        return given or default
+    return str(click.prompt(plain(question), default=default, type=kind, err=True))
+
+
+def _usual_model(deployment: Deployment | None, target: str) -> str:
+    if deployment is None or deployment.stack is None:
+        return "Qwen/Qwen3-0.6B"
+    return f"{TINY}{'qwen3' if targets()[target].spec.trainer == 'maxtext' else 'gemma3'}"
+
+
+def _usual_data(deployment: Deployment | None) -> str:
+    is_local = deployment is not None and deployment.stack is not None
+    return "gs://local-data/text-to-sql.jsonl" if is_local else "b-mc2/sql-create-context"
+
+
+def _usual_bucket(deployment: Deployment | None) -> str:
+    if deployment is None:
+        return "my-data"
+    if deployment.stack is not None:
+        return "local-data"
+    return deployment.settings.data_buckets.split(",")[0] or f"{deployment.settings.project}-data"
+
+
+def read_data(source: str, bucket: str) -> Data:
+    """Return the data set. A local file is looked at; of another source only the examples' columns are known."""
+    path = Path(source)
+    if path.suffix in _READERS and not source.startswith("gs://"):
+        return _read_file(path, bucket)
+    if source in ("b-mc2/sql-create-context", "gs://local-data/text-to-sql.jsonl"):
+        return Data(source, 0, {"prompt": "Question: {question}\nContext: {context}", "completion": "{answer}"})
+    return Data(source)
+
+
+def _read_file(path: Path, bucket: str) -> Data:
+    uri, number, first = f"gs://{bucket}/{path.name}", 0, None
+    try:
+        with closing(_READERS[path.suffix](path)) as rows:
+            for row in rows:
+                first, number = first or row, number + 1
+    except OSError as error:
+        raise CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a Hub id or gs://…") from None
+    except (ValueError, csv.Error) as error:
+        hint = "docs/data-formats.md shows each format"
+        raise CliError(f"row {number + 1} of {path} cannot be read: {error}", hint) from None
+    if not isinstance(first, dict) or number < ENOUGH_ROWS:
+        message = f"{path} has {number} rows of columns; expected at least {ENOUGH_ROWS}"
+        raise CliError(message, "docs/data-formats.md shows each format")
+    return Data(uri, number, columns_of(first, path))
+
+
+def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
+    """Return templates for the columns of a row; None if its form needs none. Raises CliError.
+
+    The answer is the column with the most usual name, else the last one; the other columns make the prompt.
+    """
+    if any(all(name in row for name in names) for names in READ_FORMATS):
+        return None
+    names = [name for name in row if name is not None and name.lower() not in NUMBERS]
+    if unfit := next((name for name in names if not name.isidentifier()), None):
+        raise CliError(
+            f"the column {unfit!r} of {path} cannot be in a template; expected letters, digits and _",
+            "rename the column; docs/data-formats.md shows each format",
+        )
+    if len(names) < 2:
+        raise CliError(f"{path} has the columns {', '.join(names) or '(none)'}; expected a question and an answer")
+    by_name = {name.lower(): name for name in names}
+    answer = next((by_name[name] for name in ANSWERS if name in by_name), names[-1])
+    asked = [name for name in names if name != answer]
+    titled = [f"{name.replace('_', ' ').capitalize()}: {{{name}}}" for name in asked]
+    return {"prompt": "\n".join(titled) if len(asked) > 1 else f"{{{asked[0]}}}", "completion": f"{{{answer}}}"}
+
+
+def _csv_rows(path: Path) -> Generator[Any, None, None]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file, strict=True)
+
+
+def _json_lines(path: Path) -> Generator[Any, None, None]:
+    with path.open(encoding="utf-8-sig") as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+def _json_list(path: Path) -> Generator[Any, None, None]:
+    rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    yield from rows if isinstance(rows, list) else [rows]
+
+
+_READERS = {".csv": _csv_rows, ".jsonl": _json_lines, ".json": _json_list}
+
+
+def _document(target: str, model: str, data: Data, serve: bool) -> dict[str, Any]:
+    """Return the spec: the target of the platform's smallest real spec, with usual settings around it."""
+    smallest = json.loads((files(registry.module_of(platform_of(target).name)) / "smoke.json").read_text("utf-8"))
+    is_tiny = model.startswith(TINY)
+    training = {"adapter": smallest["training"]["adapter"], "epochs": _epochs(data.rows, is_tiny)}
+    share = FEW_ROWS_SHARE if 0 < data.rows < FEW_ROWS else HELD_OUT_SHARE
+    return {
+        "api_version": "dropforge/v1",
+        "name": _name(data.source),
+        "model": {"source": model},
+        "dataset": {"source": data.source, **({"columns": data.columns} if data.columns else {})},
+        "training": {**training, **(TINY_TRAINING if is_tiny else {})},
+        "target": smallest["target"],
+        "evaluation": {"holdout_fraction": share, "max_rows": 100},
+        "serve": {**SERVES.get(target, SERVE), **(TINY_SERVE if is_tiny else {}), "ttl": "1h"} if serve else None,
+        "limits": {"max_duration": "2h", "max_cost_usd": 10, "max_attempts": 3},
+    }
+
+
+def _epochs(rows: int, is_tiny: bool) -> int:
+    """Return the number of epochs. Few rows are read more often, and a tiny model needs some thousand rows in all."""
+    if not rows:
+        return 1
+    return min(20, max(1, 4000 // rows)) if is_tiny else 3 if rows < 1000 else 1
+
+
+def _name(source: str) -> str:
+    stem = re.sub("[^a-z0-9]+", "-", Path(source).stem.lower()).strip("-")
+    return (stem if stem[:1].isalpha() else f"job-{stem}")[:40].strip("-")
+
+
+def _write(file: Path, document: dict[str, Any], deployment: Deployment | None) -> None:
+    """Write a spec that `validate` accepts. Raises CliError, and leaves no file, if it would not."""
+    draft = file.with_name(f".{file.name}.draft")
+    try:
+        _save(draft, document)
+        if problem := _problem(draft, deployment, BUDGET):
+            document["limits"].pop("max_cost_usd")
+            echo(f"note: the spec has no budget: {problem}", err=True)
+            _save(draft, document)
+        read_spec(draft, policy_in_use(deployment))
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _problem(path: Path, deployment: Deployment | None, pointer: str) -> str:
+    """Return the problem at a pointer of a spec; "" if there is none."""
+    try:
+        read_spec(path, policy_in_use(deployment))
+    except InvalidSpec as error:
+        found = (problem for problem in error.problems if problem.pointer == pointer)
+        return next((f"{problem.message} ({problem.expected})" for problem in found), "")
+    return ""
+
+
+def _save(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

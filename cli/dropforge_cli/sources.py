@@ -1,0 +1,192 @@
+"""What a spec reads: the example sources and secrets of the local stack, and sources that do not exist.
+
+`dropforge put` copies a file or a directory to where a spec can name it.
+"""
+
+from __future__ import annotations
+
+import secrets as random_secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+
+from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
+from dropforge.run.artifacts import upload_directory
+from dropforge.spec import JobSpec
+
+from .deployment import Deployment, connect
+from .display import duration
+from .options import state_option
+from .plain import echo
+from .problems import CliError
+
+CACHE = Path("build/tiny")
+
+
+class Missing(NamedTuple):
+    """A source that does not exist, its place in the spec, and the command that creates it."""
+
+    pointer: str
+    message: str
+    command: str
+
+
+@click.command()
+@click.argument("path", type=click.Path(exists=True, readable=True, path_type=Path))
+@click.argument("uri", metavar="gs://BUCKET/NAME")
+@state_option
+def put(path: Path, uri: str, state: str | None) -> None:
+    """Copy a file or a directory to a bucket, so that a spec can name it; prints its URI."""
+    deployment = connect(state)
+    bucket, name = parts_of(uri)
+    if not uri.startswith("gs://") or not bucket or not name:
+        raise CliError(f"the URI is {uri!r}; expected gs://BUCKET/NAME", f"such as gs://local-data/{path.name}")
+    client = deployment.clients.storage()
+    if deployment.stack is not None:
+        _make_bucket(client, bucket)
+    upload(client, path, uri)
+    echo(uri)
+
+
+def prepare(spec: JobSpec, deployment: Deployment) -> None:
+    """Make a spec's example sources and secrets on a local stack. Raises CliError if another source is missing."""
+    absent = missing(spec, deployment)
+    if deployment.stack is not None:
+        for name in make_secrets(spec, deployment):
+            echo(f"made the secret {name} with a meaningless value", err=True)
+        for uri in [uri for uri in absent if uri in SOURCES]:
+            began = time.monotonic()
+            echo(f"makes {uri}, which the local stack does not have yet", err=True)
+            upload_source(deployment.clients, uri)
+            echo(f"made {uri} in {duration(time.monotonic() - began)}", err=True)
+            del absent[uri]
+    if absent:
+        first, *rest = absent.values()
+        also = "".join(f"\n{problem.pointer}: {problem.message}; {problem.command}" for problem in rest)
+        raise CliError(f"{first.pointer}: {first.message}{also}", first.command)
+
+
+def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
+    """Return the gs:// sources of a spec that do not exist, by their URIs.
+
+    A source that you may not look at is not among them: dropforge's own accounts may read it.
+    """
+    found: dict[str, Missing] = {}
+    for pointer, uri in spec.sources.items():
+        if uri.startswith("gs://") and (what := _lacks(deployment.clients, uri)):
+            bucket, _ = parts_of(uri)
+            put_it = f"dropforge put {'DIRECTORY' if pointer == '/model/source' else 'FILE'} {uri}"
+            if what == "bucket" and deployment.stack is None:
+                settings = deployment.settings
+                put_it = (
+                    f"gcloud storage buckets create gs://{bucket} --project={settings.project} "
+                    f"--location={settings.location} && {put_it}"
+                )
+            found[uri] = Missing(pointer, f"{uri} does not exist: no such {what}", put_it)
+    return found
+
+
+def _lacks(clients: Clients, uri: str) -> Literal["", "bucket", "object"]:
+    from google.api_core.exceptions import BadRequest, Forbidden, NotFound
+
+    bucket, path = parts_of(uri)
+    prefix = path.rstrip("/")
+    try:
+        blobs = clients.storage().list_blobs(bucket, prefix=prefix, max_results=10, timeout=TIMEOUT_SECONDS)
+        exists = any(blob.name == path or blob.name.startswith(f"{prefix}/") for blob in blobs)
+    except (BadRequest, NotFound):  # a name that is invalid for a bucket is a bad request
+        return "bucket"
+    except Forbidden:
+        return ""
+    return "" if exists else "object"
+
+
+def parts_of(uri: str) -> tuple[str, str]:
+    """Return the bucket and the object of a gs:// URI."""
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    return bucket, name
+
+
+def make_secrets(spec: JobSpec, deployment: Deployment) -> list[str]:
+    """Create the secrets that a spec names and the local stack lacks; return their names.
+
+    The webhook is the local stack's; every other value is meaningless.
+    """
+    from google.api_core.exceptions import Conflict
+
+    assert deployment.stack is not None, "secrets are made only in a local stack"
+    values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
+    if spec.notify.slack and spec.notify.slack.webhook_secret:
+        name = spec.notify.slack.webhook_secret.partition(":")[0]
+        values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
+    project, client, made = f"projects/{deployment.settings.project}", deployment.clients.secrets(), []
+    for name, value in values.items():
+        secret: dict[str, Any] = {"replication": {"automatic": {}}}
+        try:
+            client.create_secret(parent=project, secret_id=name, secret=secret, timeout=TIMEOUT_SECONDS)
+        except Conflict:
+            continue
+        payload = {"data": value.encode()}
+        client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
+        made.append(name)
+    return made
+
+
+def upload_source(clients: Clients, uri: str) -> None:
+    """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
+    client = clients.storage()
+    _make_bucket(client, parts_of(uri)[0])
+    upload(client, SOURCES[uri](CACHE), uri)
+
+
+def upload(client: Any, path: Path, uri: str) -> None:
+    """Upload a file as an object, or the files of a directory below a prefix."""
+    if path.is_dir():
+        upload_directory(client, path, uri)
+    else:
+        bucket, name = parts_of(uri)
+        client.bucket(bucket).blob(name).upload_from_filename(str(path), timeout=TIMEOUT_SECONDS)
+
+
+def _make_bucket(client: Any, name: str) -> None:
+    from google.api_core.exceptions import Conflict
+
+    with suppress(Conflict):  # it exists
+        client.create_bucket(name, timeout=TIMEOUT_SECONDS)
+
+
+def _gemma3(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.base_model(cache)
+
+
+def _qwen3(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.base_model(cache, "qwen3")
+
+
+def _text_to_sql(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
+
+
+def _text_to_sql_unseen(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.dataset(cache / "text-to-sql-unseen.jsonl", tiny.UNSEEN_ROWS, held_out=True)
+
+
+# The sources of examples/local/, which `demo` and `submit` make on a local stack. They leave other sources alone.
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "gs://local-data/tiny-gemma3": _gemma3,
+    "gs://local-data/tiny-qwen3": _qwen3,
+    "gs://local-data/text-to-sql.jsonl": _text_to_sql,
+    "gs://local-data/text-to-sql-unseen.jsonl": _text_to_sql_unseen,
+}

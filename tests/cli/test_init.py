@@ -1,0 +1,134 @@
+"""`init` writes specs that `validate` accepts, and looks at a local file of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge.spec import registry
+from dropforge_cli.init import ANSWERS, ENOUGH_ROWS, columns_of
+
+from .conftest import Run
+from .test_calling import Terminal
+
+
+def written(dropforge: Run, *options: str) -> dict[str, Any]:
+    result = dropforge("init", "job.json", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "job.json\n"
+    checked = dropforge("validate", "job.json")
+    assert checked.exit_code == 0, checked.output
+    document: dict[str, Any] = json.loads(Path("job.json").read_text())
+    return document
+
+
+def csv(rows: int = 30, head: str = "ticket,team", name: str = "tickets.csv") -> str:
+    Path(name).write_text("".join(f"{line}\n" for line in [head, *(f'"ticket {n}, late",{n}' for n in range(rows))]))
+    return name
+
+
+@pytest.mark.parametrize("target", registry.PLATFORMS)
+@pytest.mark.parametrize("serve", ["--serve", "--no-serve"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "gs://local-data/tiny-qwen3"])
+def test_every_target_gets_a_valid_spec(dropforge: Run, target: str, serve: str, model: str) -> None:
+    document = written(dropforge, "--target", target, serve, "--model", model)
+    assert document["target"]["type"] == target
+    assert (document["serve"] is None) is (serve == "--no-serve")
+
+
+def test_a_csv_file_proposes_its_columns(dropforge: Run) -> None:
+    document = written(dropforge, "--data", csv(), "--bucket", "p-data")
+    assert document["name"] == "tickets"
+    assert document["dataset"] == {
+        "source": "gs://p-data/tickets.csv", "columns": {"prompt": "{ticket}", "completion": "{team}"},
+    }  # fmt: skip
+    assert document["evaluation"]["holdout_fraction"] * 30 >= 1
+
+
+def test_the_next_commands_are_printed(dropforge: Run) -> None:
+    result = dropforge("init", "--data", csv(name="my tickets.csv"), "--bucket", "p-data")
+    assert "next: dropforge put 'my tickets.csv' 'gs://p-data/my tickets.csv'\n" in result.stderr
+    assert "next: dropforge submit my-job.json --watch\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": []}, None),
+        ({"prompt": "p", "completion": "c", "id": 1}, None),
+        ({"text": "t"}, None),
+        ({"id": 1, "size": "q", "in": "c", "answer": "a"}, ("Size: {size}\nIn: {in}", "{answer}")),
+        ({"Answer": "a", "question": "q"}, ("{question}", "{Answer}")),
+        ({"a_b": "x", "c": "y", "d": "z"}, ("A b: {a_b}\nC: {c}", "{d}")),
+    ],
+)
+def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple[str, str] | None) -> None:
+    proposed = columns_of(row, Path("rows.csv"))
+    assert proposed == (columns and {"prompt": columns[0], "completion": columns[1]})
+    assert "answer" in ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "expected"),
+    [
+        ("a,b\n1,2\n", "few.csv", f"few.csv has 1 rows of columns; expected at least {ENOUGH_ROWS}"),
+        (
+            "a b,team\n" + "a,b\n" * 9,
+            "head.csv",
+            "the column 'a b' of head.csv cannot be in a template",
+        ),
+        ('{"a": 1}\n{"a": \n', "bad.jsonl", "row 2 of bad.jsonl cannot be read: Expecting value"),
+        ("a\n" + "1\n" * 9, "one.csv", "one.csv has the columns a; expected a question and an answer"),
+        ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "list.json has 8 rows of columns"),
+        (None, "none.csv", "the data none.csv cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on_is_refused(
+    dropforge: Run, content: str | None, name: str, expected: str
+) -> None:
+    if content is not None:
+        Path(name).write_text(content)
+    result = dropforge("init", "--data", name)
+    assert result.exit_code == 1
+    assert expected in result.stderr
+    assert not Path("my-job.json").exists()
+
+
+def test_an_existing_file_stays(dropforge: Run) -> None:
+    Path("job.json").write_text("mine")
+    result = dropforge("init", "job.json")
+    assert (result.exit_code, Path("job.json").read_text()) == (1, "mine")
+    assert "--force" in result.stderr
+    assert dropforge("init", "job.json", "--force").exit_code == 0
+
+
+def test_an_invalid_answer_leaves_no_file(dropforge: Run) -> None:
+    result = dropforge("init", "--model", "not a model")
+    assert result.exit_code == 1
+    assert "/model/source: not a source" in result.stderr
+    assert os.listdir() == []
+
+
+def test_a_price_that_is_unknown_leaves_the_budget_out_and_says_so(dropforge: Run) -> None:
+    result = dropforge("init", "job.json", "--target", "gke", "--no-serve")
+    assert "note: the spec has no budget: the budget cannot be enforced" in result.stderr
+    assert "max_cost_usd" not in json.loads(Path("job.json").read_text())["limits"]
+
+
+def test_four_questions_in_a_terminal(dropforge: Run) -> None:
+    terminal = Terminal("init", "job.json")
+    for question, answer in (
+        ("Where to train", ""),
+        ("Base model", "Qwen/Qwen3-0.6B"),
+        ("Data", csv()),
+        ("Serve the model", "n"),
+    ):
+        terminal.wait_for(question)
+        terminal.type(answer)
+    terminal.wait_for("dropforge submit job.json")
+    assert terminal.code() == 0
+    assert json.loads(Path("job.json").read_text())["serve"] is None

@@ -1,0 +1,130 @@
+"""`submit` before it uploads: sources that do not exist, and a spec that a run had already; `put`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dropforge.base import names
+from dropforge.run.record import Endpoint, RunState
+from dropforge_cli import duplicates
+from dropforge_cli.main import cli
+
+from ..deployments import clients
+from .conftest import CREATED, EXAMPLE, Deployed, attempt
+
+
+def spec(source: str = "owner/rows", model: str = "owner/tiny-1m", name: str = "job.json") -> str:
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": model},
+        "dataset": {"source": source},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": None,
+    }
+    Path(name).write_text(json.dumps(document))
+    return name
+
+
+def specs() -> list[str]:
+    return [blob.name for blob in clients.storage().list_blobs("p-specs")]
+
+
+def test_a_missing_source_is_refused_with_the_command_that_creates_it(deployed: Deployed) -> None:
+    clients.storage().create_bucket("p-data")
+    result = deployed.run("submit", spec("gs://p-data/rows.jsonl", "gs://p-none/model"))
+    assert result.exit_code == 1
+    assert "/model/source: gs://p-none/model does not exist: no such bucket" in result.stderr
+    assert "hint: gcloud storage buckets create gs://p-none --project=p --location=us-central1" in result.stderr
+    assert "&& dropforge put DIRECTORY gs://p-none/model" in result.stderr
+    assert "/dataset/source: gs://p-data/rows.jsonl does not exist: no such object" in result.stderr
+    assert "dropforge put FILE gs://p-data/rows.jsonl" in result.stderr
+    assert specs() == []
+    assert deployed.run("submit", "--unchecked", "job.json").exit_code == 0
+
+
+def test_what_put_copies_can_be_named(deployed: Deployed) -> None:
+    clients.storage().create_bucket("p-data")
+    Path("rows.csv").write_text("a,b\n1,2\n")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    assert deployed.run("put", "rows.csv", "gs://p-data/in/rows.csv").stdout == "gs://p-data/in/rows.csv\n"
+    assert deployed.run("put", "model", "gs://p-data/models/m").exit_code == 0
+    assert deployed.run("submit", spec("gs://p-data/in/rows.csv", "gs://p-data/models/m")).exit_code == 0
+    assert clients.storage().bucket("p-data").blob("in/rows.csv").download_as_bytes() == b"a,b\n1,2\n"
+
+
+@pytest.mark.parametrize("uri", ["rows.csv", "gs://p-data", "gs:///rows.csv", "s3://p-data/rows.csv"])
+def test_put_takes_only_an_object_of_a_bucket(deployed: Deployed, uri: str) -> None:
+    result = deployed.run("put", EXAMPLE, uri)
+    assert result.exit_code == 1
+    assert f"the URI is {uri!r}; expected gs://BUCKET/NAME" in result.stderr
+
+
+def test_put_into_a_missing_bucket_is_an_error_of_one_line(deployed: Deployed) -> None:
+    result = deployed.run("put", EXAMPLE, "gs://p-none/rows.csv")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: config: ")
+
+
+def accepted(deployed: Deployed, run: str, state: RunState, **changes: Any) -> None:
+    deployed.record(run, state, attempts=[attempt()], **changes)
+
+
+def test_a_spec_that_a_run_had_is_refused_without_a_terminal(deployed: Deployed) -> None:
+    run = deployed.run("submit", spec(), "--name", "team/first.json").stdout.strip()
+    result = deployed.run("submit", "job.json")
+    assert result.exit_code == 2
+    assert f"the same spec is run {run}: dropped, and not accepted yet\nhint: `--again`" in result.stderr
+    accepted(deployed, run, RunState.SUCCEEDED)
+    result = deployed.run("submit", "job.json")
+    assert f"the same spec is run {run}: SUCCEEDED, cost so far $1.00\n" in result.stderr
+    assert specs() == ["specs/team/first.json"]
+    assert deployed.run("submit", "job.json", "--again").exit_code == 0
+    assert len(specs()) == 2
+
+
+def test_the_endpoint_of_the_run_is_named(deployed: Deployed) -> None:
+    run = deployed.run("submit", spec()).stdout.strip()
+    endpoint = Endpoint(url="u", model="m", service="s", region="r", ready=CREATED, expires=CREATED)
+    accepted(deployed, run, RunState.SUCCEEDED, endpoint=endpoint)
+    assert "its endpoint serves until 2026-11-20 12:00 UTC" in deployed.run("submit", "job.json").stderr
+
+
+def test_another_spec_under_the_same_name_is_no_duplicate(deployed: Deployed) -> None:
+    first = deployed.run("submit", spec()).stdout
+    second = deployed.run("submit", spec("owner/other-rows"))
+    assert (second.exit_code, second.stdout != first) == (0, True)
+    third = deployed.run("submit", spec())  # its object was replaced
+    assert third.exit_code == 0
+
+
+def test_a_rejected_spec_may_be_dropped_again(deployed: Deployed) -> None:
+    run = deployed.run("submit", spec()).stdout.strip()
+    deployed.record(run, RunState.REJECTED)
+    assert deployed.run("submit", "job.json").exit_code == 0
+
+
+@pytest.mark.parametrize(("answer", "code", "runs"), [("y\n", 0, 2), ("n\n", 1, 1), ("\n", 1, 1)])
+def test_in_a_terminal_the_user_decides(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, runs: int
+) -> None:
+    run = deployed.run("submit", spec()).stdout.strip()
+    monkeypatch.setattr(duplicates, "is_terminal", lambda: True)
+    result = CliRunner().invoke(cli, ["submit", "job.json", "--name", "b.json"], input=answer)
+    assert result.exit_code == code
+    assert f"the same spec is run {run}" in result.stderr
+    assert "Start another run of it? [y/N]" in result.stderr
+    assert len(specs()) == runs
+
+
+def test_the_same_object_dropped_again_by_another_client_is_another_run(deployed: Deployed) -> None:
+    first = deployed.run("submit", spec()).stdout.strip()
+    blob = clients.storage().bucket("p-specs").blob("specs/job.json")
+    blob.upload_from_filename("job.json")
+    assert names.run_id_of_object("p-specs", blob.name, blob.generation) != first
