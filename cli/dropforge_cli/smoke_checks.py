@@ -68,7 +68,7 @@ BY_HAND = (
     "dns-endpoint", "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
     "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
     "dead-letter-topic", "internal-workflows", "alert-labels", "workflows-agent", "wait-reason",
-    "data-buckets-elsewhere",
+    "data-buckets-elsewhere", "dashboard",
     "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",
     "tpu-boot-disk", "tpu-power-off", "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start",
     "quota-in-use", "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",

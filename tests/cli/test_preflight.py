@@ -21,7 +21,7 @@ from dropforge_cli import mends, preflight
 from dropforge_cli.accounts import ALWAYS
 from dropforge_cli.deployment import connect
 from dropforge_cli.google_apis import APIS
-from dropforge_cli.main import cli
+from dropforge_cli.main import COMMANDS
 from dropforge_cli.policy import policy_in_use
 from dropforge_cli.specs import read_spec
 from dropforge_local.stack.config import StackInfo
@@ -205,7 +205,7 @@ def is_advice(mend: str) -> bool:
     program, argument = mend.split()[:2]
     if program == "make":
         return re.search(rf"^{argument}:", (ROOT / "Makefile").read_text(), re.M) is not None and "…" not in mend
-    return program == "gcloud" or (program == "dropforge" and argument in cli.commands)
+    return program == "gcloud" or (program == "dropforge" and argument in COMMANDS)
 
 
 def wrong(answers: list[dict[str, str]]) -> list[tuple[str, str, str]]:
