@@ -131,19 +131,25 @@ def cut(text: str, stop: str | list[str]) -> str:
 
 
 def _limit(body: dict[str, Any], limit: int | None, max_model_len: int, count: Callable[[Any], int]) -> int:
-    """How many tokens an answer may have: without a limit, as many as the context has left."""
+    """How many tokens an answer may have: the limit, or what the context has left if that is less.
+
+    As vLLM (renderers/params.py, get_max_tokens): only a limit above the whole context is refused.
+    """
     field = "messages" if "messages" in body else "prompt"
     try:
         prompt = count(body)
     except ValueError as error:
         raise BadRequest(str(error), field) from None
-    if prompt + (limit or 1) > max_model_len:
-        message = (
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt} tokens, "
-            f"and you requested {limit or 'at least 1'} in the answer."
+    if limit and limit > max_model_len:
+        raise BadRequest(
+            f"max_tokens is {limit}; expected at most {max_model_len}, the length of the context", "max_tokens"
         )
-        raise BadRequest(message, "max_tokens" if limit and prompt < max_model_len else field)
-    return limit or max_model_len - prompt
+    if prompt >= max_model_len:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt} tokens."
+        )
+        raise BadRequest(message, field)
+    return min(limit or max_model_len, max_model_len - prompt)
 
 
 def _prompts(prompt: Any) -> list[Any]:

@@ -15,6 +15,7 @@ GROUPS = (
     "io.k8s.api.apps.v1",
     "io.k8s.api.autoscaling.v2",
     "io.k8s.api.batch.v1",
+    "io.k8s.api.coordination.v1",
     "io.k8s.api.core.v1",
     "io.k8s.api.networking.v1",
     "io.k8s.api.rbac.v1",

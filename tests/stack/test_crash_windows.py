@@ -21,7 +21,7 @@ from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLate
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
-from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
@@ -136,7 +136,7 @@ def test_a_provision_after_teardown_creates_nothing(user: User) -> None:
 
 def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     run = accepted(user)
-    monkeypatch.setattr(CloudRunJobs, "provision", lambda *_: False)
+    monkeypatch.setattr(CloudRunJobs, "provision", lambda *_: Waits("no capacity"))
     assert provision(run, ME, 1)["status"] == "PENDING"
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
     monkeypatch.setattr(Clock, "now", lambda _: later)

@@ -223,11 +223,15 @@ def test_a_prompt_that_does_not_fit_into_the_context_is_refused(endpoint: Endpoi
     assert str(MAX_MODEL_LEN) in caught.value.message
 
 
-def test_an_answer_longer_than_the_context_is_refused(endpoint: Endpoint) -> None:
+def test_an_answer_ends_with_the_context(endpoint: Endpoint) -> None:
     prompt = "how many cars are there " * 9
-    for limit in (MAX_MODEL_LEN - 1, 100_000):
-        with pytest.raises(openai.BadRequestError):
-            endpoint.openai.completions.create(model="text-to-sql", prompt=prompt, max_tokens=limit, temperature=0)
+    answer = endpoint.openai.completions.create(
+        model="text-to-sql", prompt=prompt, max_tokens=MAX_MODEL_LEN - 1, temperature=0
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens <= MAX_MODEL_LEN
+    with pytest.raises(openai.BadRequestError):
+        endpoint.openai.completions.create(model="text-to-sql", prompt=prompt, max_tokens=100_000, temperature=0)
 
 
 def test_without_a_limit_a_completion_has_16_tokens_at_most(endpoint: Endpoint) -> None:
@@ -301,7 +305,8 @@ def test_a_stream_tells_its_usage_last_and_only_if_asked(endpoint: Endpoint) -> 
 
 def test_metrics_count_requests_as_vllm_does(endpoint: Endpoint) -> None:
     def finished() -> float:
-        text = requests.get(f"{endpoint.url}/metrics", timeout=PATIENCE_SECONDS).text
+        headers = {"Authorization": f"Bearer {endpoint.token}"}
+        text = requests.get(f"{endpoint.url}/metrics", headers=headers, timeout=PATIENCE_SECONDS).text
         samples = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
         counts = [float(line.rsplit(" ", 1)[1]) for line in samples if 'finished_reason="length"' in line]
         assert all('model_name="text-to-sql"' in line for line in samples)
@@ -386,17 +391,21 @@ def exported(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def scaled(exported: Any, base: Any) -> Any:
-    """The exported model as if its adapter had nine tenths of its scale."""
+    """The exported model as if its adapter had eight tenths of its scale.
+
+    A tiny model that has learnt little answers almost alike with nine tenths, within its own noise. tests/containers/
+    test_seal.py has that fault, with models that have learnt.
+    """
     import torch
 
     with torch.no_grad():
         for new, old in zip(exported.parameters(), base.parameters(), strict=True):
-            new.copy_(old + 0.9 * (new - old))
+            new.copy_(old + 0.8 * (new - old))
     return exported
 
 
 WEIGHTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "scale x 0.9": (scaled, "scale"),
+    "scale x 0.8": (scaled, "scale"),
     "int4": (lambda exported, base: int4(exported), "quantisation"),
     "unmerged adapter": (lambda exported, base: base, "adapter"),
 }

@@ -308,7 +308,7 @@ def test_policies_are_kept_with_an_etag(client: api.SecretManagerServiceClient) 
     assert written.bindings[0].members == ["user:a@example.com"]
     with pytest.raises(exceptions.Conflict, match="concurrent policy changes"):
         client.set_iam_policy(request={"resource": secret.name, "policy": policy})
-    with pytest.raises(exceptions.InvalidArgument, match="role 'owner'"):
+    with pytest.raises(exceptions.BadRequest, match="role 'owner'"):  # over gRPC InvalidArgument, which is one
         client.set_iam_policy(request={"resource": secret.name, "policy": {"bindings": [{"role": "owner"}]}})
     permissions = ["secretmanager.versions.access"]
     answer = client.test_iam_permissions(request={"resource": secret.name, "permissions": permissions})
