@@ -125,7 +125,7 @@ def kind_of(call: dict[str, Any]) -> str:
 
 
 def usage_of(counted: Counts, runs: int) -> Usage:
-    """What Google would bill for one of these runs; each also uploaded its spec, which is a write and a message."""
+    """The operations that Google would bill for one of these runs. The upload of the spec is a write and a message."""
     kinds = Counter[str]()
     for (_, kind), count in counted.requests.items():
         kinds[_billed_as(kind)] += count

@@ -26,7 +26,7 @@ CALL_SECONDS = 0.5  # an estimate: five requests of 50 ms, and 20 ms of a whole 
 
 @dataclass(frozen=True)
 class Usage:
-    """What runs use. `writes` and `reads` are requests to Cloud Storage, those of the container and of the user too."""
+    """The billed operations of a run. `writes` and `reads` are requests to Cloud Storage by every caller."""
 
     internal_steps: float = 0
     external_steps: float = 0

@@ -57,7 +57,7 @@ class Sum:
 
     @property
     def usd(self) -> float | None:
-        """What is known; None if nothing is."""
+        """The sum of the known amounts; None if every amount is unknown."""
         return None if self.unknown and not self.known else self.known
 
     def __str__(self) -> str:

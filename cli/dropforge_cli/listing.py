@@ -44,7 +44,7 @@ def read_specs(store: RunStore, records: Sequence[Record]) -> Specs:
 
 @dataclass(frozen=True)
 class Filter:
-    """What a listed run must be. An empty field excludes no run."""
+    """The conditions that a listed run meets. An empty field excludes no run."""
 
     states: tuple[str, ...] = ()
     name: str | None = None

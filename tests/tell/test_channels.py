@@ -70,8 +70,10 @@ def test_a_message_that_every_channel_took_costs_no_write(monkeypatch: pytest.Mo
 
 
 def test_a_state_that_is_no_end_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = context_of(monkeypatch, record_of(RunState.ACCEPTED), Listener("a", DOWN))
+    down = Listener("a", DOWN)
+    context = context_of(monkeypatch, record_of(RunState.ACCEPTED), down)
     channels.send_state(context, context.store.record(RUN))
+    assert down.heard == ["0/accepted"]
 
 
 def test_a_retry_of_a_notice_reaches_only_the_channel_that_was_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ class Endpoint(Stored):
 
     @property
     def base_url(self) -> str:
-        """What clients of the OpenAI API take as their base URL."""
+        """The base URL for clients of the OpenAI API."""
         return f"{self.url}/v1"
 
 

@@ -200,7 +200,7 @@ def _unserved(spec: JobSpec | None) -> Line:
 
 
 def _served(endpoint: Endpoint, record: Record, spec: JobSpec | None, settings: Settings) -> list[Line]:
-    base = f"{endpoint.url}/v1"
+    base = endpoint.base_url
     is_private = spec is not None and spec.serve is not None and spec.serve.is_private
     where = ", inside the VPC only," if is_private else ""
     text = f"{base}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
@@ -221,12 +221,12 @@ def _call(base: str, endpoint: Endpoint, spec: JobSpec | None, settings: Setting
 
 
 def _token_command(spec: JobSpec | None, settings: Settings) -> str:
-    """The command that prints the token for an endpoint (docs/serving.md#calling-an-endpoint); "" without a token."""
-    serve = spec.serve if spec else None
-    if serve is not None and serve.is_private:
-        secret = settings.endpoint_key_secret if serve.has_key else ""
-        return f"gcloud secrets versions access latest --secret={secret}" if secret else ""
-    return "gcloud auth print-identity-token"
+    """The command that prints the token for an endpoint (docs/calling.md#the-token); "" without a token."""
+    credential = spec.serve.credential if spec and spec.serve else "identity_token"
+    if credential == "identity_token":
+        return "gcloud auth print-identity-token"
+    secret = settings.endpoint_key_secret if credential == "api_key" else ""
+    return f"gcloud secrets versions access latest --secret={secret}" if secret else ""
 
 
 def _failure(record: Record, settings: Settings) -> list[Line]:
