@@ -151,7 +151,7 @@ class User:
     def resources(self, run: str) -> list[str]:
         """Return the names of all resources that the cloud lists for a run."""
         listed = []
-        for region in ("us-central1", "europe-west4"):
+        for region in ("us-central1", "europe-west4", "us-east4"):
             parent = f"projects/{self.settings.project}/locations/{region}"
             listed += [
                 *clients.run_jobs().list_jobs(parent=parent),

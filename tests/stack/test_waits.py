@@ -15,7 +15,7 @@ from dropforge_cli.main import cli
 from .conftest import User
 
 pytestmark = pytest.mark.slow
-REGION = "us-central1"
+REGION = "us-east4"  # no other test of the stack uses a GPU here
 TARGET = {"target": {"type": "cloud_run", "accelerator": "nvidia-l4", "placements": [{"region": REGION}]}}
 
 
