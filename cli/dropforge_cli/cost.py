@@ -13,12 +13,13 @@ from typing import NamedTuple
 import click
 
 from dropforge.base.clock import utc_now
+from dropforge.base.figures import usd
 from dropforge.money import most_usd
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
 from .deployment import connect
-from .display import stderr, stdout, table, usd
+from .display import stderr, stdout, table
 from .listing import read_specs
 from .options import json_option, since_option, state_option
 from .plain import echo, echo_json

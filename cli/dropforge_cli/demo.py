@@ -15,12 +15,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from dropforge.base.figures import duration
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
 from . import report
 from .deployment import Deployment, of_stack
-from .display import duration, stdout, titled
+from .display import stdout, titled
 from .follow import show_until_terminal
 from .options import SPEC_FILE
 from .policy import policy_in_use

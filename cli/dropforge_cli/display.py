@@ -1,4 +1,4 @@
-"""The console, and the format of numbers, durations and money."""
+"""The terminal: consoles, tables and progress."""
 
 from __future__ import annotations
 
@@ -82,36 +82,3 @@ def joined(parts: Sequence[str], width: int) -> str:
             lines[-1] += ","
             lines.append(part)
     return "\n".join(lines)
-
-
-def age(seconds: float) -> str:
-    """Return a length of time in one unit and at most six characters: `45 s`, `90 min`, `30 h`, `12 d`."""
-    for unit, length, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < most:
-            return f"{max(0.0, seconds) // length:.0f} {unit}"
-    return f"{seconds // 86_400:.0f} d"
-
-
-def duration(seconds: float) -> str:
-    """Return `5025` as "1 h 24 min" and `12.34` as "12.3 s"."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24) if hours >= 48 else (0, hours)
-    parts = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min")) if count]
-    return " ".join(parts)
-
-
-def usd(amount: float | None) -> str:
-    """Return US dollars with two or four decimals. An unknown amount is "unknown", never 0."""
-    if amount is None:
-        return "unknown"
-    return f"${amount:.2f}" if amount >= 1 or amount == 0 else f"${amount:.4f}"
-
-
-def number(value: float | None) -> str:
-    """Return a metric: a whole number without decimals, any other number with four digits."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if (value == round(value) and abs(value) >= 1) or abs(value) >= 10_000 else f"{value:.4g}"

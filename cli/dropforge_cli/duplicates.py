@@ -10,11 +10,11 @@ import click
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.figures import usd
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Record, RunState
 
 from .deployment import Deployment
-from .display import usd
 from .plain import echo, plain
 from .problems import CliError
 

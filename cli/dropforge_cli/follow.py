@@ -17,12 +17,12 @@ from rich.text import Text
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.figures import duration
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_event
 from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment
-from .display import duration
 from .problems import CliError
 from .result import show_result
 

@@ -13,11 +13,12 @@ from rich.cells import cell_len
 from rich.table import Table
 
 from dropforge.base.errors import Malformed, NotFound
+from dropforge.base.figures import age, number, usd
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
-from .display import age, counted, number, table, usd
+from .display import counted, table
 from .plain import plain
 from .problems import CliError
 

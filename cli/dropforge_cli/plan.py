@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dropforge.base import names
+from dropforge.base.figures import duration, usd
 from dropforge.base.settings import Settings
 from dropforge.cloud.resource import Resource
 from dropforge.fit.batch import Batch, batch_of
@@ -29,7 +30,7 @@ from dropforge.spec.machine import GIB
 
 from .control_plane import AS_OF, RUN, usage_of_training
 from .deployment import find, placeholders
-from .display import duration, stdout, table, titled, usd
+from .display import stdout, table, titled
 from .options import SPEC_FILE, json_option, model_config_option, state_option
 from .plain import echo_json
 from .policy import policy_in_use

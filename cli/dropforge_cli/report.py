@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound
+from dropforge.base.figures import number, usd
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
@@ -20,7 +21,7 @@ from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment
-from .display import number, table, titled, usd
+from .display import table, titled
 from .endpoints import token_of
 from .logs import read_log
 from .plan import price_warnings

@@ -6,9 +6,10 @@ from datetime import datetime
 
 from rich.console import Console
 
+from dropforge.base.figures import number, usd
 from dropforge.run.record import Endpoint, Record
 
-from .display import joined, number, usd
+from .display import joined
 from .endpoints import call_lines
 
 

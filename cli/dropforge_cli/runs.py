@@ -13,13 +13,14 @@ from rich.console import Console
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import Malformed, NotFound
+from dropforge.base.figures import age, duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
-from .display import age, counted, duration, joined, stderr, stdout, table, titled, working
+from .display import counted, joined, stderr, stdout, table, titled, working
 from .endpoints import endpoint_json
 from .follow import Follower, Snapshot, bar, describe_wait, watch
 from .listing import FIELDS, READERS, Filter, columns, fitting, in_order, read_specs

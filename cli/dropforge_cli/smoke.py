@@ -20,6 +20,7 @@ from rich.console import Console
 from dropforge import __version__
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.figures import duration, usd
 from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Unlisted
@@ -30,7 +31,7 @@ from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 
 from .deployment import Deployment, connect
-from .display import duration, stdout, table, titled, usd
+from .display import stdout, table, titled
 from .follow import Follower
 from .options import state_option
 from .plain import echo

@@ -17,6 +17,7 @@ import requests
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import DropforgeError
+from dropforge.base.figures import usd
 from dropforge.base.redact import cut
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
@@ -30,7 +31,6 @@ from dropforge.stages.sweep.orphans import list_all
 
 from .audit import compare
 from .deployment import Deployment
-from .display import usd
 from .endpoints import token_of
 from .problems import CliError
 from .report import ANSWER_SECONDS, ANSWER_TOKENS

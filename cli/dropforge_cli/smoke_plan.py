@@ -10,11 +10,11 @@ from importlib.resources import files
 from typing import Any
 
 from dropforge.base import names
+from dropforge.base.figures import usd
 from dropforge.base.settings import Settings
 from dropforge.platforms import platform_of, targets
 from dropforge.spec import JobSpec, parse_spec, registry
 
-from .display import usd
 from .plan import make_plan
 from .problems import CliError
 from .smoke_checks import Seen

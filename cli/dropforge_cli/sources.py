@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import click
 
+from dropforge.base.figures import duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.run.artifacts import upload_directory
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
-from .display import duration
 from .options import state_option
 from .plain import echo
 from .problems import CliError

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from dropforge.base.errors import ErrorClass
+from dropforge.base.figures import age, duration, number, usd
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
 from dropforge.run.record import Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
-from dropforge_cli.display import age, duration, joined, number, usd
+from dropforge_cli.display import joined
 from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal, watch
 from dropforge_cli.problems import CliError
 
