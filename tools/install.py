@@ -12,7 +12,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "local,train,serve-cpu,dev"
+EXTRAS = "local,console,train,serve-cpu,dev"
 
 
 def main(target: str) -> int:

@@ -51,6 +51,9 @@ COMMANDS = {
     "snippet": Lazy(
         "snippet", "Print a program that asks the endpoint of a run, with a held-out question if there is one."
     ),
+    "console": Lazy(
+        "console", "Serve the web page of the runs on this machine, until Ctrl-C; prints a link that opens it once."
+    ),
     "workflows": Lazy("workflows", "Check and run workflow sources."),
     "chaos": Lazy(
         "chaos", "Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed."

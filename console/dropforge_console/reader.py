@@ -1,0 +1,147 @@
+"""The one reader of the runs bucket in this process: every viewer sees what it has read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from dropforge.base import names
+from dropforge.base.errors import Malformed, NotFound
+from dropforge.run.artifacts import read_artifact, read_manifest
+from dropforge.run.events import JobEvent, Progress, Started, read_job_event
+from dropforge.run.record import Record
+from dropforge.run.store import RunStore
+from dropforge.spec import JobSpec
+
+READERS = 16  # parallel requests; each record, spec or event is one request
+RECORDS = "runs/*/record.json"
+JOURNALS = 20  # runs whose events are kept; those of a long run take some 20 MB
+
+
+class Run(NamedTuple):
+    """A run as a list shows it. `spec` is None for a rejected run, and for a spec that this version cannot read."""
+
+    record: Record
+    spec: JobSpec | None
+
+
+class Journal:
+    """The job events of one run. Each event is read once: the names grow with attempt and sequence."""
+
+    def __init__(self, store: RunStore, run: str) -> None:
+        self.progress: list[Progress] = []
+        self.starts: list[Started] = []
+        self._store = store
+        self._run = run
+        self._last = names.events_prefix(run)
+        self._lock = threading.Lock()
+
+    def refresh(self) -> bool:
+        """Read the new events; return whether there were any."""
+        with self._lock:
+            listed = self._store.names(names.events_prefix(self._run), self._last)
+            new = [name for name in listed if name != self._last]
+            if not new:
+                return False
+            with ThreadPoolExecutor(READERS) as pool:
+                self._add(pool.map(self._event, new))
+            self._last = new[-1]
+            return True
+
+    def _event(self, name: str) -> JobEvent | None:
+        return read_job_event(self._store.read(name).data, self._run)
+
+    def _add(self, events: Iterable[JobEvent | None]) -> None:
+        for event in events:
+            if isinstance(event, Progress):
+                self.progress.append(event)
+            elif isinstance(event, Started):
+                self.starts.append(event)
+
+
+class Reader:
+    """Reads what changed since the last look. `refresh` has one caller at a time; the other methods have any number."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self.unreadable: dict[str, str] = {}  # the runs whose record this version cannot read, and why
+        self._generations: dict[str, int] = {}
+        self._runs: dict[str, Run] = {}
+        self._journals: dict[str, Journal] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self, watched: Collection[str] = ()) -> set[str]:
+        """Read each record that is new or changed, and the events of the watched runs; return the changed runs."""
+        present = self._list()
+        changed = [run for run, generation in present.items() if self._generations.get(run) != generation]
+        with ThreadPoolExecutor(READERS) as pool:
+            read = [run for run in pool.map(self._read, changed) if run is not None]
+        self._runs = {**self._runs, **{run.record.run: run for run in read}}
+        self._generations = present
+        return {*changed, *(run for run in watched if self._has_events(run))}
+
+    def runs(self) -> list[Run]:
+        """Every run, newest first."""
+        return sorted(self._runs.values(), key=lambda run: run.record.created, reverse=True)
+
+    def find(self, run: str) -> Run | None:
+        return self._runs.get(run)
+
+    def before(self, run: Run) -> Run | None:
+        """The newest run of the same name that is older."""
+        older = (
+            other
+            for other in self.runs()
+            if other.record.name == run.record.name and other.record.created < run.record.created
+        )
+        return next(older, None)
+
+    def journal(self, run: str) -> Journal:
+        """The events of a run, as of now."""
+        with self._lock:
+            journal = self._journals.pop(run, None) or Journal(self.store, run)
+            self._journals[run] = journal  # the newest is last
+            while len(self._journals) > JOURNALS:
+                del self._journals[next(iter(self._journals))]
+        journal.refresh()
+        return journal
+
+    def samples(self, run: str) -> list[dict[str, Any]]:
+        """The held-out rows of a run with the answers before and after the training; empty without such rows."""
+        client, bucket = self.store.bucket.client, self.store.bucket.name
+        try:
+            manifest = read_manifest(client, bucket, run)
+            return list(json.loads(read_artifact(client, bucket, manifest, "samples.json"))) if manifest else []
+        except (NotFound, Malformed, ValueError):
+            return []
+
+    def _list(self) -> dict[str, int]:
+        """The generation of each run's record."""
+        blobs = self.store.bucket.client.list_blobs(
+            self.store.bucket, prefix="runs/", match_glob=RECORDS, fields="items(name,generation),nextPageToken"
+        )
+        listed = ((names.run_of_object(blob.name), int(blob.generation)) for blob in blobs)
+        return {run: generation for run, generation in listed if names.is_run_id(run)}
+
+    def _read(self, run: str) -> Run | None:
+        try:
+            record = self.store.record(run)
+        except NotFound:
+            return None
+        except Malformed as error:
+            self.unreadable[run] = str(error)
+            return None
+        return Run(record, self._spec(run))
+
+    def _spec(self, run: str) -> JobSpec | None:
+        try:
+            return self.store.spec(run)
+        except (NotFound, Malformed):
+            return None
+
+    def _has_events(self, run: str) -> bool:
+        journal = self._journals.get(run)
+        return journal is not None and journal.refresh()

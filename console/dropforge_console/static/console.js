@@ -1,0 +1,75 @@
+// Keeps a page up to date, and adds the keyboard. Without this script, each page still shows what it showed when it loaded.
+"use strict";
+
+(() => {
+  const parts = new Map(); // id of a part: its HTML as the server sent it
+  const all = (root) => root.querySelectorAll("[data-live]");
+  for (const part of all(document)) parts.set(part.id, part.outerHTML);
+
+  // Ages.
+  const units = [["s", 1, 120], ["min", 60, 7200], ["h", 3600, 172800], ["d", 86400, Infinity]];
+  function ages() {
+    for (const time of document.querySelectorAll("time[data-ago]")) {
+      const seconds = Math.max(0, (Date.now() - Date.parse(time.dateTime)) / 1000);
+      const [unit, length] = units.find(([, , most]) => seconds < most);
+      time.textContent = `${Math.floor(seconds / length)} ${unit} ago`;
+    }
+  }
+  ages();
+  setInterval(ages, 5000);
+
+  // Content: a change makes the page fetch itself, and replace the parts that differ.
+  let fetching = false, again = false;
+  async function refresh() {
+    if (fetching) { again = true; return; }
+    fetching = true;
+    try {
+      const response = await fetch(location.href, { headers: { accept: "text/html" } });
+      if (!response.ok) return;
+      const page = new DOMParser().parseFromString(await response.text(), "text/html");
+      for (const part of all(page)) replace(part);
+      document.title = page.title;
+      ages();
+    } catch { /* the stream connects again, and with it the page is fetched again */ } finally {
+      fetching = false;
+      if (again) { again = false; refresh(); }
+    }
+  }
+
+  function replace(part) {
+    const old = document.getElementById(part.id);
+    if (!old || parts.get(part.id) === part.outerHTML) return;
+    const focused = old.contains(document.activeElement) ? document.activeElement : null;
+    const place = focused && [...old.querySelectorAll("a, button, [tabindex]")].indexOf(focused);
+    parts.set(part.id, part.outerHTML);
+    old.replaceWith(document.adoptNode(part));
+    if (focused) part.querySelectorAll("a, button, [tabindex]")[place]?.focus({ preventScroll: true });
+  }
+
+  // One stream while the page is visible: browsers allow six connections to a server.
+  let stream = null;
+  function connect() {
+    const address = document.body.dataset.stream;
+    if (document.hidden) { stream?.close(); stream = null; return; }
+    if (!address || stream) return;
+    stream = new EventSource(address);
+    stream.addEventListener("change", refresh);
+  }
+  document.addEventListener("visibilitychange", connect);
+  connect();
+
+  // Filters apply as they change. Keys: / searches, j and k move among the runs, Enter opens a run.
+  const filters = document.querySelector("form.filters");
+  filters?.addEventListener("change", () => filters.requestSubmit());
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
+    if (event.key === "/") {
+      const find = document.querySelector("[data-find]");
+      if (find) { event.preventDefault(); find.focus(); }
+    } else if (event.key === "j" || event.key === "k") {
+      const links = [...document.querySelectorAll("[data-row] a")];
+      const next = links.indexOf(document.activeElement) + (event.key === "j" ? 1 : -1);
+      links[Math.max(0, Math.min(next, links.length - 1))]?.focus();
+    }
+  });
+})();
