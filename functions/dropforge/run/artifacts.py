@@ -39,6 +39,9 @@ _STEP = re.compile(r"step-(\d{8,})/")
 _BLOCK_BYTES = 1 << 20
 _COMMIT_TRIES = 5
 _WORKERS = 8  # Cloud Storage serves a stream at about 100 MB/s; the client keeps ten connections
+# Of a file, in one request; the default of Google's Java client. The client holds two parts of each file in memory, and
+# its own default is 100 MiB (google.cloud.storage.Blob.upload_from_file).
+_PART_BYTES = 16 << 20
 _TIMEOUT_SECONDS = 120.0  # to connect, and between two reads; not for a whole transfer
 
 
@@ -366,7 +369,7 @@ def _at_once(transfer: Callable[[T], ArtifactFile], items: list[T]) -> list[Arti
 
 def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) -> ArtifactFile:
     file = describe_file(path, path.relative_to(directory).as_posix())
-    blob = client.bucket(bucket).blob(prefix + file.path)
+    blob = client.bucket(bucket).blob(prefix + file.path, chunk_size=_PART_BYTES)
     blob.upload_from_filename(str(path), checksum="crc32c", timeout=_TIMEOUT_SECONDS)
     if blob.crc32c != file.crc32c:
         raise DropforgeError(

@@ -31,6 +31,9 @@ from ..conftest import DATA, job_spec
 
 RARE_SWEEP_SECONDS = 86400.0
 MAX_MODEL_LEN = 128
+# A model that has just learnt its answers: each fault changes their probabilities. After 60 steps the model is so
+# certain that nine tenths of its adapter give almost the same probabilities (docs/measurements.md#parity).
+TRAINING = {"max_steps": 15}
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def vllm_run(vllm_environment: Path, base_model: Path, tmp_path_factory: pytest.
             rows = tiny.dataset(state / "rows.jsonl", rows=673)
             client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
             serve = {"type": "cloud_run", "ttl": "1h", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2}
-            document = job_spec(name="text-to-sql", training={"max_steps": 40}, serve=serve)
+            document = job_spec(name="text-to-sql", training=TRAINING, serve=serve)
             run = upload_spec(deployment, json.dumps(document).encode(), "whole.json")
             wait_until_ended(deployment, run)
             yield WholeRun(state, deployment, run)
