@@ -23,11 +23,20 @@ from google.oauth2 import id_token
 from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.identity import ISSUER
+from dropforge_local.stack.deployment import IMAGES
 
 from ..deployments import clients
 from .conftest import User
 
 LOCATION = "projects/local-project/locations/us-central1"
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {name: clients}
+spec:
+  containers:
+  - {name: main, image: "%s/train-noop:test", command: [sleep, "600"], resources: {limits: {cpu: 1, memory: 1Gi}}}
+"""
 SOURCE = "main:\n  params: [args]\n  steps: [{done: {return: '${args.n + 1}'}}]\n"
 
 
@@ -129,6 +138,7 @@ FILES = {
     "flow.yaml": SOURCE,
     "my-job.json": "{}",
     "token.txt": "any text",
+    "pod.yaml": POD % IMAGES,
     "job.yaml": "{apiVersion: v1, kind: ConfigMap, metadata: {name: clients}, data: {a: b}}",
 }
 
@@ -157,6 +167,7 @@ def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str) 
             ["bash", "-c", script],
             cwd=tmp_path,
             env={**os.environ, **quiet},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=200,
@@ -168,5 +179,5 @@ def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str) 
 
 
 def test_the_page_lists_commands_of_each_client() -> None:
-    assert len(COMMANDS) >= 28
+    assert len(COMMANDS) >= 33
     assert len(SETTINGS) == 3

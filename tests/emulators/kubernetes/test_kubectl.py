@@ -34,11 +34,11 @@ class Kubectl:
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": kube.namespace}}],
         }
         (home / "config").write_text(yaml.safe_dump(config))
-        self._environment = {**os.environ, "KUBECONFIG": str(home / "config"), "HOME": str(home)}
+        self.environment = {**os.environ, "KUBECONFIG": str(home / "config"), "HOME": str(home)}
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         done = subprocess.run(
-            ["kubectl", *arguments], env=self._environment, capture_output=True, text=True, timeout=200, check=False
+            ["kubectl", *arguments], env=self.environment, capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode == code, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr

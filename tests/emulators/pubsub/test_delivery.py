@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
+import requests
 from google.api_core import exceptions
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.pubsub_v1 import PublisherClient as GapicPublisher  # publishes without batching
+from google.pubsub_v1 import SchemaServiceClient
+from google.pubsub_v1.services.schema_service.transports import SchemaServiceGrpcTransport
 
 from dropforge_local.emulators.pubsub import DeliveryFaults
 
@@ -286,6 +290,23 @@ def test_topic_names_are_checked(timeless: PubSub, name: str) -> None:
 def test_unsupported_features_answer_unimplemented(timeless: PubSub, config: dict[str, Any]) -> None:
     with pytest.raises(exceptions.MethodNotImplemented, match="not emulated"):
         timeless.subscription(timeless.topic(), **config)
+
+
+def test_schemas_are_refused_with_the_reason(timeless: PubSub) -> None:
+    transport = SchemaServiceGrpcTransport(channel=grpc.insecure_channel(timeless.address))
+    with SchemaServiceClient(transport=transport) as client:
+        schema = {"type_": "AVRO", "definition": '{"type": "string"}'}
+        with pytest.raises(exceptions.MethodNotImplemented, match=r"schemas are not emulated .* Avro or Protocol Buf"):
+            client.create_schema(parent=PROJECT, schema=schema, schema_id="s", retry=None)
+        with pytest.raises(exceptions.MethodNotImplemented, match="schemas are not emulated"):
+            client.validate_message(request={"parent": PROJECT, "schema": schema, "message": b'"x"'}, retry=None)
+    settings = {"schema": f"{PROJECT}/schemas/s", "encoding": "JSON"}
+    topic = {"name": f"{PROJECT}/topics/with-a-schema", "schema_settings": settings}
+    with pytest.raises(exceptions.MethodNotImplemented, match="schema_settings: schemas are not emulated"):
+        timeless.publisher.create_topic(request=topic, retry=None)
+    assert timeless.server is not None
+    answer = requests.get(f"{timeless.server.url}/v1/{PROJECT}/schemas", timeout=60)
+    assert (answer.status_code, "schemas are not emulated" in answer.text) == (501, True)
 
 
 def test_pages_follow_each_other(timeless: PubSub) -> None:

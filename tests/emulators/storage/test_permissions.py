@@ -91,6 +91,25 @@ def test_an_account_writes_below_its_prefixes_only(
             client.bucket(RUNS).blob(target + suffix).compose([blob], retry=None)
 
 
+@pytest.mark.parametrize(
+    ("method", "query", "permission"),
+    [
+        ("POST", "uploads", "multipartUploads.create"),
+        ("PUT", "partNumber=1&uploadId=u", "multipartUploads.create"),
+        ("POST", "uploadId=u", "multipartUploads.create"),
+        ("DELETE", "uploadId=u", "multipartUploads.abort"),
+        ("GET", "uploadId=u", "multipartUploads.listParts"),
+    ],
+)
+def test_a_multipart_upload_needs_googles_permissions(server: Server, method: str, query: str, permission: str) -> None:
+    """https://cloud.google.com/storage/docs/access-control/iam-xml; the trainer's role has none of them."""
+    path = f"{RUNS}/models/r/a?{query}"
+    answer = requests.request(method, f"{server.addresses(TRAINER)[0]}/{path}", timeout=60)
+    assert (answer.status_code, f"does not have storage.{permission} access" in answer.text) == (403, True)
+    assert "<Code>AccessDenied</Code>" in answer.text
+    assert requests.request(method, f"{server.url}/{path}", timeout=60).status_code in (200, 404)
+
+
 READ_KEYS = {"on_job_event", "provision", "inspect", "deploy"}
 WRITE_KEYS = {"on_spec_uploaded", "on_spec_message", "sweep"}
 

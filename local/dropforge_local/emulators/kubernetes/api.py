@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,10 +17,13 @@ from dropforge_local.base.ports import HOST
 from dropforge_local.iam.policy import current
 
 from ..kit.background import stop_all
-from . import discovery, reviews
+from . import discovery, forwarding, reviews
 from .applying import apply
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
+from .kubelet import execution
+from .kubelet.execution import ExecRequest
 from .kubelet.logs import LogRequest
+from .kubelet.probes import Command
 from .objects import Objects, strict_error
 from .patches import APPLY_PATCH, JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
@@ -34,7 +38,8 @@ from .watches import Page, Scope, read_page, watch
 log = logging.getLogger(__name__)
 
 RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE returns the object itself; for other kinds it returns a Status
-UNTYPED = ("log", "proxy")  # their answers are no objects of the API
+LARGEST_MESSAGE = 16 * 2**20  # of a WebSocket
+UNTYPED = ("log", "proxy", "exec", "portforward")  # their answers are no objects of the API
 ORPHANS = (
     "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
     "set propagationPolicy=Orphan to suppress this warning"
@@ -49,6 +54,12 @@ class Node(Protocol):
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         """Forward a request to a pod, or to a pod of a service."""
+
+    def command(self, pod: Object, request: ExecRequest) -> Command:
+        """A command in a running container. Refuses if the container does not run."""
+
+    def local_port(self, pod: Object, port: int) -> int | None:
+        """The port of this machine for a port that a pod declares; None for other ports."""
 
 
 class ApiServer:
@@ -111,7 +122,7 @@ class ApiServer:
         self._check_permission(call)
         rule = self._faults.take_for(self._store.cluster, call.verb, call.target.kind.plural)
         await self._faults.suffer(rule, after_effect=False)
-        if call.verb in ("watch", "log", "proxy"):
+        if call.verb == "watch" or call.verb in UNTYPED:
             return await self._stream(call)
         answer = self._act(call, await _read_body(request))
         await self._store.db.durable()
@@ -153,8 +164,28 @@ class ApiServer:
         if call.verb == "proxy":
             return await self._node.forward(call.request, call.target)
         pod = self._objects.read(*call.key)
+        if call.verb == "exec":
+            return await self._execute(call, pod)
+        if call.verb == "portforward":
+            return await self._forward_ports(call, pod)
         request = LogRequest.parse(call.query, self._shared.host.clock.now())
         return await call.stream(self._node.read_log(pod, request), "text/plain")
+
+    async def _execute(self, call: Call, pod: Object) -> web.StreamResponse:
+        request = ExecRequest.parse(call.query)
+        command = self._node.command(pod, request)
+        async with _upgraded(call.request, execution.PROTOCOLS) as socket:
+            await execution.execute(socket, request, command)
+        return socket
+
+    async def _forward_ports(self, call: Call, pod: Object) -> web.StreamResponse:
+        resolve = partial(self._node.local_port, pod)
+        async with _upgraded(call.request, forwarding.PROTOCOLS) as socket:
+            if socket.ws_protocol == forwarding.TUNNEL:
+                await forwarding.tunnel(socket, resolve)
+            else:
+                await forwarding.channels(socket, forwarding.ports_of(call.query.getall("ports", ())), resolve)
+        return socket
 
     def _list(self, call: Call) -> web.Response:
         limit = number(call.query, "limit") or 0
@@ -401,7 +432,7 @@ class Call:
         return render_metadata(item) if self._form else item
 
     def _verb(self) -> str:
-        if self.target.subresource in ("log", "proxy"):
+        if self.target.subresource in UNTYPED:
             return self.target.subresource
         named = bool(self.target.name)
         method = self.request.method
@@ -427,6 +458,22 @@ class Call:
 
 def content_type_of(request: web.BaseRequest) -> str:
     return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+@asynccontextmanager
+async def _upgraded(request: web.BaseRequest, protocols: Sequence[str]) -> AsyncIterator[web.WebSocketResponse]:
+    """A WebSocket with the client. Refuses SPDY with 501, and other requests with 400."""
+    wanted = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
+    if request.headers.get("Upgrade", "").lower().startswith("spdy"):
+        raise not_emulated("an upgrade to SPDY (kubectl before 1.31)")
+    socket = web.WebSocketResponse(protocols=protocols, max_msg_size=LARGEST_MESSAGE, compress=False)
+    if not socket.can_prepare(request) or not set(wanted) & set(protocols):
+        raise bad_request(f"Upgrade request required: a WebSocket with one of the protocols {', '.join(protocols)}")
+    await socket.prepare(request)
+    try:
+        yield socket
+    finally:
+        await socket.close()
 
 
 async def _abort(transport: asyncio.Transport) -> None:

@@ -21,8 +21,10 @@ from .controllers.owned import Tools, is_finished
 from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
 from .controllers.volumes import CLASSES, ClaimController, EphemeralVolumes
 from .kinds import BY_NAME, NODE, POD
+from .kubelet.execution import ExecRequest
 from .kubelet.logs import LogRequest, container_of, log_id, read_log
 from .kubelet.pods import Kubelet
+from .kubelet.probes import Command
 from .objects import Objects
 from .paths import Target
 from .ray.clusters import RayClusterController
@@ -128,6 +130,12 @@ class Cluster:
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         return await self.services.forward(request, target)
+
+    def command(self, pod: Object, request: ExecRequest) -> Command:
+        return self.kubelet.command(pod, container_of(pod, request.container), request.words)
+
+    def local_port(self, pod: Object, port: int) -> int | None:
+        return self._shared.ports.find(self.name, pod["metadata"]["uid"], port)
 
     async def _stop_loop(self) -> None:
         self._running.cancel()

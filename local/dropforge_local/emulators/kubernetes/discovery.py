@@ -19,7 +19,13 @@ VERSION = {
     "platform": "linux/amd64",
 }
 VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
-SUBRESOURCE_VERBS = {"log": ["get"], "proxy": ["create", "get", "update"], "finalize": ["update"]}
+SUBRESOURCE_VERBS = {
+    "log": ["get"],
+    "proxy": ["create", "get", "update"],
+    "exec": ["create", "get"],
+    "portforward": ["create", "get"],
+    "finalize": ["update"],
+}
 
 
 def document(path: str) -> dict[str, Any] | None:

@@ -9,7 +9,10 @@ from ..kit.faults import Rule, Switches, check_choice
 from .kinds import KINDS
 from .refusals import REASONS, Refusal
 
-VERBS = {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection", "log", "proxy", "*"}
+VERBS = {
+    "get", "list", "watch", "create", "update", "patch", "delete", "deletecollection", "log", "proxy", "exec",
+    "portforward", "*",
+}  # fmt: skip
 RESOURCES = {kind.plural for kind in KINDS} | {"*"}
 
 

@@ -39,7 +39,7 @@ def _builtin(group: str, version: str, name: str, plural: str, short: str = "", 
     return Kind(group, version, name, plural, tuple(short.split()), namespaced, schema=name, **words)
 
 
-POD = _builtin("", "v1", "Pod", "pods", "po", subresources="status log proxy", categories="all")
+POD = _builtin("", "v1", "Pod", "pods", "po", subresources="status log proxy exec portforward", categories="all")
 SERVICE = _builtin("", "v1", "Service", "services", "svc", subresources="status proxy", categories="all")
 CONFIG_MAP = _builtin("", "v1", "ConfigMap", "configmaps", "cm")
 SECRET = _builtin("", "v1", "Secret", "secrets")

@@ -13,8 +13,9 @@ import yaml
 from . import protobuf
 from .kinds import BY_PATH, NAMESPACE, Kind
 from .objects import POLICIES, DeleteOptions
-from .refusals import Refusal, bad_request
+from .refusals import Refusal, bad_request, not_emulated
 
+NOT_EMULATED = {("pods", name) for name in ("attach", "binding", "ephemeralcontainers", "eviction", "resize")}
 LARGEST_BODY = 3 * 2**20  # the API server's limit
 
 
@@ -50,6 +51,8 @@ def parse_path(path: str) -> Target:
     if kind is None or (namespace and not kind.namespaced):
         raise _unknown()
     name, subresource = ([unquote(step) for step in rest[1:3]] + ["", ""])[:2]
+    if (kind.plural, subresource) in NOT_EMULATED:
+        raise not_emulated(f"{kind.plural}/{subresource}")
     if subresource and subresource not in kind.subresources:
         raise _unknown()
     if kind.namespaced and name and not namespace:

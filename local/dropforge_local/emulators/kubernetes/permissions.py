@@ -24,6 +24,8 @@ _COLLECTIONS = {
 }
 _BUILT_IN_GROUPS = ("", "apps", "autoscaling", "batch", "coordination.k8s.io")
 _VERBS = {"watch": "list", "patch": "update", "deletecollection": "delete"}
+_SUBRESOURCES = {"log": "getLogs", "portforward": "portForward"}
+_STREAMS = ("log", "exec", "portforward")  # a Role grants what a GET asks for as `get`
 
 
 def iam_permission(target: Target, verb: str) -> str:
@@ -31,8 +33,8 @@ def iam_permission(target: Target, verb: str) -> str:
     if target.kind.group not in _BUILT_IN_GROUPS and "." in target.kind.group:
         return f"container.thirdPartyObjects.{_VERBS.get(verb, verb)}"
     collection = _COLLECTIONS.get(target.kind.plural, target.kind.plural)
-    if target.subresource == "log":
-        return f"container.{collection}.getLogs"
+    if target.subresource in _SUBRESOURCES:
+        return f"container.{collection}.{_SUBRESOURCES[target.subresource]}"
     if target.subresource == "status":
         return f"container.{collection}.{'getStatus' if verb == 'get' else 'updateStatus'}"
     return f"container.{collection}.{target.subresource or _VERBS.get(verb, verb)}"
@@ -42,7 +44,7 @@ def refusal(account: Account, cluster: str, target: Target, verb: str, *, has_ro
     """Why an account may not make a request; "" if it may. `has_roles`: the cluster has the deployment's Roles."""
     if not account.may(CONNECT, cluster):
         return f'permission "{CONNECT}" on {cluster} is required of "{account.email}"'
-    role_verb = "get" if verb == "log" else verb
+    role_verb = "get" if verb in _STREAMS else verb
     if has_roles and account.may_in_namespace(target.namespace, target.resource, role_verb):
         return ""
     permission = iam_permission(target, verb)

@@ -15,6 +15,7 @@ from dropforge_local.base.db import Database
 from ..kit import rpc
 from ..kit.background import Background, stop_all
 from ..kit.emulator import RpcEmulator
+from . import schemas
 from .backlog import Backlog, Content
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
@@ -37,7 +38,7 @@ class PubSubEmulator(RpcEmulator):
         self._puller = Puller(self._backlog, self._resources, self._wakes, clock)
         self._pusher = Pusher(self._backlog, self._resources, self._wakes, clock, token)
         self._service = PubSubService(self._resources, self._backlog, self._puller, self._subscription_changed)
-        self._services = services(self._service)
+        self._services = (*services(self._service), schemas.SERVICE)
         self._background = Background("Pub/Sub")
         self._timer_target: float | None = None
         self._timer_moved = asyncio.Event()

@@ -15,6 +15,7 @@ from dropforge_local.base.errors import ApiError
 from ..kit.rpc import Message
 from ..kit.times import seconds_of
 from .filters import compile_filter
+from .schemas import REASON
 
 RESOURCE_ID = r"[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"
 DELETED_TOPIC = "_deleted-topic_"
@@ -32,7 +33,7 @@ MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1024
 MAX_ORDERING_KEY_BYTES = 1024
 UNSUPPORTED_TOPIC_FIELDS = (
-    "kms_key_name", "schema_settings", "ingestion_data_source_settings", "message_transforms", "tags",
+    "kms_key_name", "ingestion_data_source_settings", "message_transforms", "tags",
 )  # fmt: skip
 UNSUPPORTED_SUBSCRIPTION_FIELDS = (
     "bigquery_config", "cloud_storage_config", "bigtable_config", "message_transforms", "tags",
@@ -62,6 +63,8 @@ def check_topic(topic: Message) -> None:
     check_name(topic.name, "topics")
     _check_labels(topic.labels)
     _refuse_unsupported(topic, UNSUPPORTED_TOPIC_FIELDS)
+    if topic.HasField("schema_settings"):
+        raise ApiError("UNIMPLEMENTED", f"schema_settings: {REASON}")
     if topic.HasField("message_retention_duration"):
         _check_range("message_retention_duration", seconds_of(topic.message_retention_duration), RETENTION_SECONDS)
 

@@ -22,12 +22,14 @@ from .models import ObjectChange
 from .notifications import Notifications, Topics
 from .object_routes import ObjectRoutes
 from .objects import Objects, OnChange
+from .parts import Multiparts
 from .permissions import guarded
 from .resources import bucket_attributes
 from .state import State
 from .upload_routes import UploadRoutes
 from .uploads import Uploads
 from .wire import answer, read_body, read_target, refusal
+from .xml_routes import XmlRoutes
 
 # The API answers below both roots; links to media have the second root.
 API_ROOTS = ("/storage/v1/", "/download/storage/v1/")
@@ -39,7 +41,7 @@ _REFUSED_HEADERS = ("X-Goog-Encryption-Key", "X-Goog-Encryption-Algorithm", "X-G
 
 
 class StorageEmulator(PassiveEmulator):
-    """Cloud Storage's JSON API on a database and a directory of blobs.
+    """Cloud Storage's JSON API, and multipart uploads of its XML API, on a database and a directory of blobs.
 
     `on_change` is called inside the transaction that changes an object, so that its writes to the same database are
     committed with the change or not at all. The emulator stores lifecycle rules, CORS and IAM policies but does not
@@ -62,6 +64,7 @@ class StorageEmulator(PassiveEmulator):
         listeners = [notifications.publish, *([on_change] if on_change else [])]
         objects = Objects(db, clock, buckets, blobs, partial(_tell, listeners))
         self._state = State(db, blobs, buckets, objects, Uploads(db, clock), project)
+        self._xml = XmlRoutes(self._state, Multiparts(db, clock, blobs))
         # Not in start(): at that time the port is bound, and a first upload may have written its blob already.
         blobs.sweep(_blobs_in_use(db))
         self._router = Router(
@@ -82,7 +85,7 @@ class StorageEmulator(PassiveEmulator):
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         # [\s\S] also matches a quoted line feed: the emulator refuses it as part of an object name, not of the path.
         everything = [web.route("*", root + r"{path:[\s\S]*}", self._serve) for root in (*API_ROOTS, *UPLOAD_ROOTS)]
-        return [*everything, web.post(BATCH_PATH, self._serve)]
+        return [*everything, web.post(BATCH_PATH, self._serve), *self._xml.routes()]
 
     async def stop(self) -> None:
         self._state.blobs.close()
@@ -139,5 +142,8 @@ def _refuse_not_emulated(call: Call) -> None:
 
 
 def _blobs_in_use(db: Database) -> set[str]:
-    query = "SELECT blob FROM storage_objects UNION SELECT blob FROM storage_uploads WHERE blob IS NOT NULL"
+    query = (
+        "SELECT blob FROM storage_objects UNION SELECT blob FROM storage_uploads WHERE blob IS NOT NULL "
+        "UNION SELECT blob FROM storage_parts"
+    )
     return {row[0] for row in db.connection.execute(query)}

@@ -145,8 +145,9 @@ class Objects:
             self._blobs.remove(blob)
 
     def _is_in_use(self, blob: str) -> bool:
-        query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
-        return self._db.row(query, (blob, blob)) is not None
+        tables = ("storage_objects", "storage_uploads", "storage_parts")
+        query = " UNION ALL ".join(f"SELECT 1 FROM {table} WHERE blob = ?" for table in tables)
+        return self._db.row(query, (blob,) * len(tables)) is not None
 
     def _drop_bytes(self, stored: StoredObject) -> None:
         """Remove the bytes of a deleted version unless they are in use: a small blob now, a file after the commit."""

@@ -47,6 +47,13 @@ NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "ObjectRoutes.copy": (("storage.objects.get", SOURCE),),
     "ObjectRoutes.rewrite": (("storage.objects.get", SOURCE),),
     "ObjectRoutes.move": (("storage.objects.move", SOURCE),),
+    # https://cloud.google.com/storage/docs/access-control/iam-xml
+    "XmlRoutes.initiate": (("storage.multipartUploads.create", OBJECT), ("storage.objects.create", OBJECT)),
+    "XmlRoutes.upload_part": (("storage.multipartUploads.create", OBJECT), ("storage.objects.create", OBJECT)),
+    "XmlRoutes.complete": (("storage.multipartUploads.create", OBJECT), ("storage.objects.create", OBJECT)),
+    "XmlRoutes.abort": (("storage.multipartUploads.abort", OBJECT),),
+    "XmlRoutes.list_parts": (("storage.multipartUploads.listParts", OBJECT),),
+    "XmlRoutes.list_uploads": (("storage.multipartUploads.list", BUCKET),),
     "UploadRoutes.insert": (),
     # The URI of a resumable session is its own credential.
     "UploadRoutes.resume": (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from ..store import Change, Object
 from ..times import seconds, timestamp
 from . import status, volumes
 from .environment import ConfigError, Sources, declared_ports, port_number
-from .probes import Prober
+from .probes import Command, ProbeError, Prober
 from .runner import Runner, StartError
 
 log = logging.getLogger(__name__)
@@ -91,6 +91,13 @@ class Kubelet:
         self._disrupt(pod, PRESSURE)
         self.tools.recorder.record(POD, pod, "Warning", "Evicted", PRESSURE, "kubelet")
 
+    def command(self, pod: Object, name: str, words: Sequence[str]) -> Command:
+        """A command in a running container of a pod. Refuses with 404 if that container does not run."""
+        worker = self._workers.get(pod["metadata"]["uid"])
+        if worker is None:
+            raise Refusal(404, f'container not found ("{name}"): the pod runs on no node')
+        return worker.command(name, words)
+
     def _disrupt(self, pod: Object, message: str) -> None:
         now, reason = self.tools.stamp(), "TerminationByKubelet"
         set_condition(pod["status"], DISRUPTION, "True", reason, message, now, lastProbeTime=None)
@@ -133,6 +140,17 @@ class PodWorker:
     @property
     def name(self) -> str:
         return f"{self._pod['metadata']['namespace']}/{self._pod['metadata']['name']}"
+
+    def command(self, name: str, words: Sequence[str]) -> Command:
+        """A command in a container. Refuses with 404 if the container does not run, with 500 if its image is gone."""
+        container = next(item for item in self._all_containers() if item["name"] == name)
+        running = self._running.get(name)
+        if running is None or running.exit is not None:
+            raise Refusal(404, f'container not found ("{name}"): it does not run')
+        try:
+            return self._runner.commands(self._kubelet.sources, self._pod, container, running)(words)
+        except ProbeError as error:
+            raise Refusal(500, f"error executing command in container: {error}") from error
 
     async def run(self) -> None:
         self._adopt_running()

@@ -141,14 +141,14 @@ class Prober:
         except TimeoutError:
             return f"command {' '.join(words)!r} timed out after {timeout_seconds} s"
         finally:
-            await _end(process)
+            await kill_group(process)
         return (
             "" if process.returncode == 0 else output.decode(errors="replace")[-1000:] or f"exit {process.returncode}"
         )
 
 
-async def _end(process: Process) -> None:
-    """Kill what is left of an exec probe: its whole process group."""
+async def kill_group(process: Process) -> None:
+    """Kill what is left of a program: its whole process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.returncode is None:

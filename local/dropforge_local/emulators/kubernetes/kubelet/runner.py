@@ -78,7 +78,7 @@ class Runner:
     def commands(
         self, sources: Sources, pod: Object, container: Object, running: Container
     ) -> Callable[[Sequence[str]], Command]:
-        """A function that makes an exec probe's command executable in a running container.
+        """A function that makes the command of an exec probe or of a client executable in a running container.
 
         The command sees the container's files and environment, and no program but the image's. The function raises
         ProbeError if the image, a source of the environment or the Ray head no longer exists.
@@ -98,9 +98,8 @@ class Runner:
             if not programs.is_dir():
                 link_programs(programs, image.programs)
             path = os.pathsep.join(map(str, [*image.program_directories(rootfs, env), programs]))
-            return Command(
-                process.argv, {**own_environment(running.directory), **variables, "PATH": path}, process.workdir
-            )
+            argv = archive_words(given, rootfs) or process.argv
+            return Command(argv, {**own_environment(running.directory), **variables, "PATH": path}, process.workdir)
 
         return command
 
@@ -167,6 +166,17 @@ class Runner:
                 self.host.clock.now(),
             ],
         )
+
+
+def archive_words(words: Sequence[str], rootfs: Path) -> Sequence[str] | None:
+    """The command by which `kubectl cp` reads a path of the container's files; None for another command.
+
+    The names in the archive begin at the container's root, which is a directory of this machine.
+    """
+    is_archive = len(words) == 4 and list(words[:3]) == ["tar", "cf", "-"]
+    if not is_archive or not (rootfs / words[3].lstrip("/")).exists():
+        return None
+    return ["tar", "cf", "-", "-C", str(rootfs), words[3].lstrip("/")]
 
 
 def id_of(pod: Object, name: str, attempt: int) -> str:
