@@ -28,6 +28,7 @@ locals {
     kubernetes_server_account  = "${var.prefix}-server"
     slack_webhook_secret       = var.slack_webhook_secret
     endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
+    otlp_endpoint              = var.otlp_endpoint
     policy                     = local.policy
   }
 

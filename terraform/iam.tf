@@ -7,6 +7,7 @@ locals {
     length(setunion(var.cluster_regions, var.ephemeral_cluster_regions)) == 0 ? ["clusters"] : [],
     length(var.ephemeral_cluster_regions) == 0 ? ["nodes_account", "own_clusters"] : [],
     length(var.tpu_regions) == 0 ? ["tpus"] : [],
+    var.otlp_endpoint == "https://telemetry.googleapis.com" ? [] : ["traces"],
   )
 
   accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
@@ -52,7 +53,7 @@ locals {
     ) : google_project_iam_custom_role.grant[key].id if contains(keys(local.bucket_scopes), grant.scope)
   }
 
-  project_scopes = ["project", "clusters", "own_clusters", "tpus"]
+  project_scopes = ["project", "clusters", "own_clusters", "tpus", "traces"]
 
   secret_scopes = {
     training_secrets = var.training_secrets

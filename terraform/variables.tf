@@ -112,6 +112,17 @@ variable "operators" {
   default     = []
 }
 
+variable "otlp_endpoint" {
+  description = "Base URL of an OTLP receiver that gets a trace of each run: https://telemetry.googleapis.com is Cloud Trace of this project; empty: no traces."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = var.otlp_endpoint == "" || can(regex("^https?://[^/]+[^/]$", var.otlp_endpoint))
+    error_message = "Give the base URL alone, such as https://telemetry.googleapis.com: dropforge appends /v1/traces."
+  }
+}
+
 variable "prefix" {
   description = "Prefix of every name. Two deployments in one project need two prefixes."
   type        = string

@@ -40,6 +40,7 @@ COMMANDS = {
     "submit": Lazy("specs", "Drop a job spec into the specs bucket; prints the run's id."),
     "runs": Lazy("runs", "List runs, newest first, as many columns as the terminal has room for."),
     "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
+    "trace": Lazy("trace", "Show when each part of a run began and how long it took."),
     "logs": Lazy("logs", "Print the logs of a run's training and of its endpoint."),
     "cancel": Lazy("runs", "Request the end of a run, or of the endpoint of a finished run."),
     "cost": Lazy("cost", "Add up what runs and endpoints have cost so far, beside their maximum."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets as random_secrets
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from dropforge.base.figures import duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.run.artifacts import upload_directory
 from dropforge.spec import JobSpec
+from dropforge.tell.channels import secrets_of
 
 from .deployment import Deployment, connect
 from .options import state_option
@@ -57,7 +59,7 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
     absent = missing(spec, deployment)
     if deployment.stack is not None:
         for name in make_secrets(spec, deployment):
-            echo(f"made the secret {name} with a meaningless value", err=True)
+            echo(f"made the secret {name} for this stack", err=True)
         for uri in [uri for uri in absent if uri in SOURCES]:
             began = time.monotonic()
             echo(f"makes {uri}, which the local stack does not have yet", err=True)
@@ -114,15 +116,15 @@ def parts_of(uri: str) -> tuple[str, str]:
 def make_secrets(spec: JobSpec, deployment: Deployment) -> list[str]:
     """Create the secrets that a spec names and the local stack lacks; return their names.
 
-    The webhook is the local stack's; every other value is meaningless.
+    Secrets of channels lead to the local stack's own services; a mail server is the user's. Every other value is
+    meaningless.
     """
     from google.api_core.exceptions import Conflict
 
     assert deployment.stack is not None, "secrets are made only in a local stack"
     values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
-    if spec.notify.slack and spec.notify.slack.webhook_secret:
-        name = spec.notify.slack.webhook_secret.partition(":")[0]
-        values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
+    told = _channel_values(deployment.stack.http)
+    values |= {name.partition(":")[0]: told[at] for at, name in secrets_of(spec).items() if at in told}
     project, client, made = f"projects/{deployment.settings.project}", deployment.clients.secrets(), []
     for name, value in values.items():
         secret: dict[str, Any] = {"replication": {"automatic": {}}}
@@ -134,6 +136,18 @@ def make_secrets(spec: JobSpec, deployment: Deployment) -> list[str]:
         client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
         made.append(name)
     return made
+
+
+def _channel_values(http: str) -> dict[str, str]:
+    """What the secrets of channels hold on a local stack, by the JSON pointer at which a spec names the secret."""
+    return {
+        "/notify/slack/webhook_secret": f"{http}/slack/services/T000/B000/local",
+        "/notify/slack/token_secret": "xoxb-local",
+        "/notify/webhook/url_secret": f"{http}/channels/webhook/local",
+        "/notify/webhook/signing_secret": f"whsec_{b64encode(random_secrets.token_bytes(32)).decode()}",
+        "/notify/teams/webhook_secret": f"{http}/channels/teams/local",
+        "/notify/github/token_secret": "github_pat_local",
+    }
 
 
 def upload_source(clients: Clients, uri: str) -> None:

@@ -214,7 +214,7 @@ def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., 
     spec = write_spec(tmp_path, noop_spec(dataset={"source": "gs://local-data/text-to-sql.jsonl", "columns": columns}))
     watched = output("submit", spec, "--watch")
     assert "made gs://local-data/text-to-sql.jsonl in" in watched
-    assert "made the secret hf-token with a meaningless value" in watched
+    assert "made the secret hf-token for this stack" in watched
     endpoint = re.search(r"^endpoint (http://127\.0\.0\.1:\d+/v1)\n +model noop, until", watched, re.M)
     assert endpoint is not None, watched
     run = next(line for line in watched.splitlines() if re.fullmatch(r"spec-[0-9a-f]{12}", line))

@@ -70,6 +70,7 @@ PATHS = {
     f"/{EXECUTIONS}/CreateExecution": f"{STARTED}.create",
     f"/{EXECUTIONS}/GetExecution": f"{STARTED}.get",
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
+    r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }
 NO_API = re.compile(r"POST /(slack|channels)/")  # other services need no permission of Google Cloud
@@ -81,7 +82,7 @@ BELOW = {
     "artifact_objects": re.compile(r"(checkpoints|models)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}
-ANYWHERE = ("project", "clusters", "own_clusters", "tpus")  # scopes that mean the whole project
+ANYWHERE = ("project", "clusters", "own_clusters", "tpus", "traces")  # scopes that mean the whole project
 ENDERS = ("on_spec_message", "sweep", "teardown")  # dropforge.stages.teardown.delete_remaining
 WEBHOOKS = {"slack-webhook"}
 

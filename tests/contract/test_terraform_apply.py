@@ -39,6 +39,7 @@ VARIABLES = {
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
     "operators": ["group:ml-ops@example.com"],
+    "otlp_endpoint": "https://telemetry.googleapis.com",
     "project_id": PROJECT,
     "region": REGION,
     "request_topics": {"search": ["group:ml@example.com"]},
@@ -458,6 +459,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "clusters": [PROJECT],
         "own_clusters": [PROJECT],
         "tpus": [PROJECT],
+        "traces": [PROJECT],
         "runs_bucket": [stack.RUNS_BUCKET],
         **{
             scope: [f"{stack.RUNS_BUCKET} if {scope}"]

@@ -14,6 +14,9 @@ from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.run.record import RunState
+from dropforge.spec import JobSpec
+from dropforge_cli.deployment import of_stack
+from dropforge_cli.sources import make_secrets
 from dropforge_local.emulators.channels.emulator import TOKEN
 from dropforge_local.emulators.slack.emulator import CHANNEL
 
@@ -85,3 +88,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_secrets_that_the_command_line_makes_reach_every_channel(user: User) -> None:
+    spec = user.spec(
+        notify={
+            "slack": {"token_secret": "webhook-made-bot", "channel": CHANNEL},
+            "webhook": {"url_secret": "webhook-made-url", "signing_secret": "webhook-made-signing"},
+            "teams": {"webhook_secret": "webhook-made-teams"},
+            "github": {"repository": "owner/name", "sha": SHA, "token_secret": "webhook-made-github"},
+        }
+    )
+    made = make_secrets(JobSpec.model_validate(spec), of_stack(user.info))
+    assert sorted(made) == [f"webhook-made-{name}" for name in ("bot", "github", "signing", "teams", "url")]
+    run = user.drop(spec)
+    assert user.wait(run).state is RunState.SUCCEEDED
+    assert user.slack(run, "succeeded")[-1].endswith("succeeded")
+    wait_until(lambda: {m["channel"] for m in told(user, "channels") if run in m["body"]} >= {"webhook", "teams"})
+    assert "github" in {m["channel"] for m in told(user, "channels")}

@@ -10,7 +10,10 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from .names import trace_id
 from .redact import redact
+
+TRACE = "logging.googleapis.com/trace"
 
 
 class Log(Protocol):
@@ -26,3 +29,16 @@ def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fi
     # One call of write: several threads may log at the same time.
     sys.stderr.write(redact(json.dumps(line, default=str)) + "\n")
     sys.stderr.flush()
+
+
+def traced(project: str) -> Log:
+    """A log whose entries about a run name the run's trace: Cloud Logging and Cloud Trace show them together.
+
+    https://cloud.google.com/trace/docs/trace-log-integration
+    """
+
+    def write(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
+        trace = {TRACE: f"projects/{project}/traces/{trace_id(run)}"} if run else {}
+        log(message, stage=stage, run=run, severity=severity, **fields, **trace)
+
+    return write

@@ -152,6 +152,16 @@ def event_object(run: str, attempt: int, sequence: int, kind: str) -> str:
     return f"{events_prefix(run, attempt)}{sequence:015d}-{kind}.json"
 
 
+def trace_id(run: str) -> str:
+    """The id of a run's trace: 16 bytes in hex (https://www.w3.org/TR/trace-context/#trace-id)."""
+    return hashlib.sha256(f"trace\0{run}".encode()).hexdigest()[:32]
+
+
+def span_id(run: str, path: str) -> str:
+    """The id of a span of a run's trace, by its path: 8 bytes in hex. A span that is sent again has the same id."""
+    return hashlib.sha256(f"span\0{run}\0{path}".encode()).hexdigest()[:16]
+
+
 def _slug(text: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:20].strip("-")
     return slug if re.match(r"[a-z]", slug) else ("run-" + slug)[:20].strip("-")

@@ -13,6 +13,7 @@ module does.
     GITHUB_EMULATOR_HOST           http://host:port/path
     WEBHOOK_EMULATOR_HOST          http://host:port   (the one address outside of the internet that a webhook may have)
     SMTP_EMULATOR_HOST             host:port          (likewise for a mail server)
+    TELEMETRY_EMULATOR_HOST        http://host:port   (Google Cloud's Telemetry API)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
 Each SDK is imported when its client is first made: an import costs 0.3-0.6 s and 60-70 MB, and most functions need one
@@ -32,6 +33,7 @@ from .hub import Hub
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
+TELEMETRY_API = "https://telemetry.googleapis.com"
 
 _SILENT = logging.getLogger(f"{__name__}.slack")  # the SDK logs the webhook's URL, which is a secret
 _SILENT.disabled = True
@@ -237,6 +239,17 @@ class Clients:
     def smtp_emulator(self) -> str:
         """host:port of the one mail server outside of the internet; "" in the cloud."""
         return self.environment.get("SMTP_EMULATOR_HOST", "")
+
+    def telemetry(self, endpoint: str) -> tuple[str, dict[str, str]]:
+        """The base URL of a receiver of OTLP, and the headers for it: only Google's Telemetry API gets a token.
+
+        That API asks for the project whose quota a request uses
+        (https://cloud.google.com/stackdriver/docs/otlp/migrate-collector-to-otlp-exporters).
+        """
+        if endpoint != TELEMETRY_API:
+            return endpoint, {}
+        headers = {"Authorization": f"Bearer {self._bearer()()}", "x-goog-user-project": self._project() or ""}
+        return self.environment.get("TELEMETRY_EMULATOR_HOST", endpoint), headers
 
     def _bearer(self) -> Callable[[], str]:
         """A function that returns an access token which is valid for some minutes at least."""

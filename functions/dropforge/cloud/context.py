@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from dropforge.base.clock import Clock
-from dropforge.base.log import Log, log
+from dropforge.base.log import Log, log, traced
 from dropforge.base.once import Once
 from dropforge.base.settings import Settings
 from dropforge.base.threads import Threads
@@ -33,4 +33,5 @@ class Cloud:
     @classmethod
     def from_environment(cls) -> Cloud:
         """The cloud that this process's environment names. Raises DropforgeError if a setting is missing."""
-        return cls(Settings.from_environment(os.environ), Clients())
+        settings = Settings.from_environment(os.environ)
+        return cls(settings, Clients(), log=traced(settings.project))

@@ -9,11 +9,11 @@ from dropforge.context import Context
 from dropforge.run.record import Notice, Record
 from dropforge.spec import JobSpec
 
-from . import github, mail, slack, teams, webhook
+from . import github, mail, otlp, slack, teams, webhook
 from .channel import Channel, Failure
 from .news import News, notice_news, state_news
 
-CHANNELS: tuple[Channel, ...] = (slack, webhook, teams, mail, github)
+CHANNELS: tuple[Channel, ...] = (slack, webhook, teams, mail, github, otlp)
 
 
 class Sent(NamedTuple):

@@ -15,7 +15,7 @@ from dropforge_local.base.recording import FUNCTIONS, HEADER
 
 from .policy import Account, Policy, current
 
-OWN_PATHS = ("/_local/", "/slack/_", "/slack/messages", "/channels/_", "/channels/messages")
+OWN_PATHS = ("/_local/", "/slack/_", "/slack/messages", "/channels/_", "/channels/messages", "/telemetry/")
 FOREIGN_PATHS = ("/slack/api/", "/channels/github/")  # services that are not Google's: a token there is their own
 
 

@@ -19,6 +19,7 @@ CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
 ENDPOINT_KEY_SECRET = "dropforge-endpoint-key"
+TELEMETRY_API = "https://telemetry.googleapis.com"
 # Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
 # and each secret that a user creates.
 VARIABLES: dict[str, Any] = {
@@ -26,6 +27,7 @@ VARIABLES: dict[str, Any] = {
     "data_buckets": ["*"],
     "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
+    "otlp_endpoint": TELEMETRY_API,
     "project_id": PROJECT,
     "region": LOCATION,
     "slack_webhook_secret": SLACK_SECRET,
@@ -90,6 +92,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "WORKFLOWS_EMULATOR_HOST": grpc,
         "SLACK_EMULATOR_HOST": http,
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
+        "TELEMETRY_EMULATOR_HOST": http,
         "DROPFORGE_EMULATOR_TOKEN": token,
         "DROPFORGE_PROJECT": PROJECT,
         "DROPFORGE_LOCATION": LOCATION,
@@ -110,6 +113,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
         "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
         "DROPFORGE_ENDPOINT_KEY_SECRET": ENDPOINT_KEY_SECRET,
+        "DROPFORGE_OTLP_ENDPOINT": TELEMETRY_API,
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event is noticed quickly here
     }
 

@@ -43,6 +43,7 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.telemetry import TelemetryEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.emulators.workflows import WorkflowsEmulator
 from dropforge_local.iam import Callers, Policy
@@ -129,8 +130,9 @@ class Stack:
         self._build_workflows()
         self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
-            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.compute, self.tpu,
-            self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash, Certificates(self.identity),
+            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.telemetry,
+            self.compute, self.tpu, self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash,
+            Certificates(self.identity),
         ]  # fmt: skip
 
     def _build_services(self) -> None:
@@ -149,6 +151,7 @@ class Stack:
         self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
         self.slack = SlackSink(self.db, self.clock)
         self.channels = ChannelSink(self.db, self.clock)
+        self.telemetry = TelemetryEmulator(self.db, self.clock, PROJECT)
 
     def _build_compute(self) -> None:
         """The emulators that run containers, and the disks of TPU VMs and of clusters."""

@@ -1,0 +1,98 @@
+"""`dropforge trace`: when each part of a run began and how long it took, as bars or as OTLP's JSON."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from dropforge.base import names
+from dropforge.base.clock import utc_now
+from dropforge.run.record import Record
+from dropforge.run.spans import ROOT, Span
+from dropforge.tell.otlp import document_of, read_spans
+
+from .deployment import connect
+from .display import duration, stdout, table, titled
+from .options import json_option, latest_argument, state_option
+from .plain import echo_json
+from .runs import find_run
+
+WIDEST = 100  # columns of a timeline: a bar in a file need not be longer
+LABEL_WIDTH = 26
+# The attribute that tells spans of the same name apart.
+NAMED_BY = {"attempt": "dropforge.attempt", "resource": "dropforge.resource.kind"}
+
+
+@click.command()
+@latest_argument
+@json_option
+@state_option
+def trace(run: str, as_json: bool, state: str | None) -> None:
+    """Show when each part of a run began and how long it took.
+
+    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`, the default. --json
+    prints the trace in OTLP's JSON, as a receiver of OpenTelemetry gets it.
+    """
+    deployment = connect(state)
+    record = find_run(deployment.store, run)
+    spans = read_spans(deployment.context, record)
+    if as_json:
+        echo_json(document_of(record.run, spans, deployment.settings))
+    else:
+        show(record, spans, utc_now(), stdout())
+
+
+def show(record: Record, spans: list[Span], now: datetime, out: Console) -> None:
+    """Print the timeline of a run for people."""
+    root = spans[0]
+    ended = root.ended or now
+    out.print(titled(record.run, f"{record.name}  {record.state}  {duration(root.seconds(now))}"))
+    out.print(f"trace {names.trace_id(record.run)}, from {root.began:%Y-%m-%d %H:%M:%S} UTC")
+    rows = table("", "after", "lasted", "", right=("after", "lasted"))
+    rows.show_header = False
+    width = max(10, min(out.width, WIDEST) - LABEL_WIDTH - 26)
+    for span in _in_order(spans):
+        after = duration((span.began - root.began).total_seconds())
+        lasted = duration(span.seconds(now)) + ("" if span.ended else " +")
+        style = "red" if span.problem else "green" if span.ended else "cyan"
+        rows.add_row(_label(span), after, lasted, Text(_bar(span, root.began, ended, now, width), style))
+    out.print(rows)
+    for span in spans:
+        if span.problem:
+            out.print(f"{_label(span).strip()}: {span.error_type}: {span.problem}", style="red", soft_wrap=True)
+
+
+def _in_order(spans: list[Span]) -> list[Span]:
+    """The spans below the root, each after the span that it is in, in the order in which they began."""
+    below: dict[str, list[Span]] = {}
+    for span in spans:
+        below.setdefault(span.parent, []).append(span)
+
+    def walk(path: str) -> list[Span]:
+        inside = sorted(below.get(path, []), key=lambda span: span.began)
+        return [found for span in inside for found in (span, *walk(span.path))]
+
+    return walk(ROOT)
+
+
+def _label(span: Span) -> str:
+    """The name of a span below the name of the span that it is in, with what tells it from others of its name."""
+    depth = max(0, span.path.count("/") - 1)
+    told = str(span.attributes.get(NAMED_BY.get(span.name, ""), "")).rpartition("/")[2]
+    return f"{'  ' * depth}{span.name} {told}".rstrip()[:LABEL_WIDTH]
+
+
+def _bar(span: Span, began: datetime, ended: datetime, now: datetime, width: int) -> str:
+    """The bar of a span on the line from `began` to `ended`; `>` says that the span lasts longer than the line."""
+    whole = max((ended - began).total_seconds(), 1e-6)
+
+    def column(time: datetime) -> int:
+        return round(width * min(max((time - began).total_seconds() / whole, 0.0), 1.0))
+
+    until = span.ended or now
+    first = min(column(span.began), width - 1)
+    bar = "━" * max(1, column(until) - first)
+    return " " * first + (bar[:-1] + ">" if until > ended or span.ended is None else bar)
