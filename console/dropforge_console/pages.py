@@ -9,7 +9,7 @@ from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from dropforge.base.figures import duration, usd
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
 
-from . import actions, views
+from . import actions, compare, views
 from .access import Access
 from .live import Live
 from .reader import Reader, Run
@@ -109,9 +109,7 @@ class Pages:
 
     async def run(self, request: Request) -> Response:
         name = request.path_params["run"]
-        by = request.query_params.get("x", "step")
-        by = by if by in views.AXES else "step"
-        log = request.query_params.get("y") == "log"
+        by, log = _axis(request)
         return await self._cached(f"/runs/{name}?{by}&{log}", lambda: self._run(name, by, log), name)
 
     def _run(self, name: str, by: str, log: bool) -> str:
@@ -156,6 +154,28 @@ class Pages:
         """The end of the output of the newest resource that has any. A container wrote it."""
         outputs = (self._read_log(entry.name) for entry in reversed(ledger)) if self._read_log else ()
         return next((lines[-LOG_LINES:] for lines in outputs if lines), [])
+
+    async def compare(self, request: Request) -> Response:
+        names = list(dict.fromkeys(request.query_params.getlist("run")))[: compare.MOST_RUNS]
+        by, log = _axis(request)
+        return await self._cached(f"/compare?{names!r}&{by}&{log}", lambda: self._compare(names, by, log))
+
+    def _compare(self, names: Sequence[str], by: str, log: bool) -> str:
+        runs, now = [self._found(name) for name in names], self._context.now()
+        return self._render(
+            "compare.html",
+            here="",
+            runs=runs,
+            most=compare.MOST_RUNS,
+            query="".join(f"{urlencode({'run': name})}&" for name in names),
+            axes=list(views.AXES),
+            by=by,
+            log=log,
+            losses=compare.losses([self._reader.journal(name).progress for name in names], by, log),
+            statuses=[views.status(run.record) for run in runs],
+            results=compare.results(runs, now),
+            differences=compare.differences(runs),
+        )
 
     async def cancel(self, request: Request) -> Response:
         run = self._found(request.path_params["run"])
@@ -218,6 +238,12 @@ class Pages:
 
     def _render(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(trouble=self._live.trouble, **values)
+
+
+def _axis(request: Request) -> tuple[str, bool]:
+    """The horizontal axis that a page asks for, and whether the vertical axis is logarithmic."""
+    by = request.query_params.get("x", "step")
+    return by if by in views.AXES else "step", request.query_params.get("y") == "log"
 
 
 def _can_cancel(run: Run, now: datetime) -> bool:

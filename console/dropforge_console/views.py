@@ -249,22 +249,15 @@ def curves(
     progress: Sequence[Progress], starts: Sequence[Started], before: Sequence[Progress], by: str, log: bool
 ) -> Curves:
     """Return the curves of a run over steps, epochs or time. `before` is the progress of the run before."""
-    axis, began = AXES[by], progress[0].time.timestamp() if by == "time" and progress else 0.0
-    order = sorted(progress, key=lambda event: (event.time, event.attempt, event.sequence))
-    kept = _without_lost_steps(order)
-    began_before = before[0].time.timestamp() if by == "time" and before else 0.0
-
-    def points(events: Sequence[Progress], value: Callable[[Progress], float | None], zero: float) -> list[Point]:
-        return [(axis.place(event) - zero, found) for event in events if (found := value(event)) is not None]
+    axis, order = AXES[by], _without_lost_steps(progress)
 
     def one(name: str, value: Callable[[Progress], float | None]) -> Chart | None:
-        drawn = points(kept, value, began)
+        drawn = _points(order, by, value)
         summary = f"{name} by {by}: {number(drawn[-1][1])} at the end" if drawn else ""
         return chart([Curve("bold", drawn)], summary, x_text=axis.text, x_end=end, from_zero=True)
 
     end = float(order[-1].total_steps) if by == "step" and order else 0.0
-    losses = points(_with_new_loss(kept), lambda event: event.loss, began)
-    older = smoothed(points(_with_new_loss(_without_lost_steps(before)), lambda event: event.loss, began_before))
+    losses, older = loss_points(progress, by), smoothed(loss_points(before, by))
     summary = f"Training loss by {by}: from {number(losses[0][1])} to {number(losses[-1][1])}" if losses else ""
     shown = [Curve("past", older), Curve("pale", losses), Curve("bold", smoothed(losses))]
     loss = (
@@ -279,19 +272,27 @@ def curves(
     )
 
 
-def _without_lost_steps(events: Sequence[Progress]) -> list[Progress]:
-    """Leave out the steps that a later attempt repeated: it resumed at a checkpoint before them."""
+def loss_points(progress: Sequence[Progress], by: str) -> list[Point]:
+    """Return the losses of a run, each once: a training measures its loss less often than it reports it."""
+    order = _without_lost_steps(progress)
+    new = [event for event, last in zip(order, [None, *order], strict=False) if not last or event.loss != last.loss]
+    return _points(new, by, lambda event: event.loss)
+
+
+def _points(events: Sequence[Progress], by: str, value: Callable[[Progress], float | None]) -> list[Point]:
+    """The known values; the first event is the zero of the axis "time"."""
+    began = events[0].time.timestamp() if by == "time" and events else 0.0
+    return [(AXES[by].place(event) - began, found) for event in events if (found := value(event)) is not None]
+
+
+def _without_lost_steps(progress: Sequence[Progress]) -> list[Progress]:
+    """The events in order, without the steps that a later attempt repeated: it resumed at a checkpoint before them."""
     kept: list[Progress] = []
-    for event in events:
+    for event in sorted(progress, key=lambda event: (event.time, event.attempt, event.sequence)):
         while kept and kept[-1].attempt != event.attempt and kept[-1].step >= event.step:
             kept.pop()
         kept.append(event)
     return kept
-
-
-def _with_new_loss(events: Sequence[Progress]) -> list[Progress]:
-    """Leave out reports that repeat a loss: the training measures it less often than it reports."""
-    return [event for event, last in zip(events, [None, *events], strict=False) if not last or event.loss != last.loss]
 
 
 def _resumes(starts: Sequence[Started], by: str) -> list[tuple[float, str]]:
@@ -377,7 +378,7 @@ def samples(rows: Iterable[dict[str, object]]) -> list[Sample]:
         prompt = found.get("prompt")
         messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
         question = messages[-1].get("content", "") if messages and isinstance(messages[-1], dict) else ""
-        texts = [_short(text) for text in (question, found.get("expected"), found.get("before"), found.get("after"))]
+        texts = [short(text) for text in (question, found.get("expected"), found.get("before"), found.get("after"))]
         shown.append(Sample(texts[0], texts[1], texts[2], texts[3], texts[3].strip() == texts[1].strip() != ""))
     return shown
 
@@ -424,6 +425,6 @@ def _lifetime(endpoint: Endpoint | None, now: datetime) -> str:
     return f"{age(left)} left" if left > 0 else "expired"
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}…"

@@ -90,7 +90,21 @@ def test_a_run_from_its_upload_to_its_end(user: User, visitor: Visitor) -> None:
     assert run not in visitor.get("/runs?state=FAILED").text
 
 
-def test_the_stream_tells_a_page_of_its_own_run_within_a_second(user: User, visitor: Visitor) -> None:
+def test_two_runs_side_by_side(user: User, visitor: Visitor) -> None:
+    """The loss of each, each metric, and only the fields in which the specs differ."""
+    runs = [user.drop(user.spec("succeed", training={"learning_rate": rate})) for rate in (1e-4, 2e-4)]
+    for run in runs:
+        user.wait(run)
+        visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    page = visitor.get("/compare", params={"run": [*runs, runs[0]], "x": "time"}).text
+    assert "Training loss of 2 runs by time" in page
+    assert "/training/learning_rate" in page
+    assert "/model/source" not in page
+    assert "Mark two runs" in visitor.get("/compare").text
+    assert visitor.get("/compare?run=no-such-run-0123456789ab").status_code == 404
+
+
+def test_the_stream_tells_a_page_of_its_own_run(user: User, visitor: Visitor) -> None:
     run = user.drop(user.spec("hang"))
     user.wait(run, "TRAINING")
     visitor.wait_for(f"/runs/{run}", lambda text: "Training" in text)
@@ -100,8 +114,7 @@ def test_the_stream_tells_a_page_of_its_own_run_within_a_second(user: User, visi
         versions = (line for line in lines if line.startswith("data: "))
         next(versions)
         user.publish(user.settings.operations_topic, json.dumps({"cancel": run}).encode())
-        next(versions)
-        assert "cancel requested" in visitor.get(f"/runs/{run}").text
+        assert any("cancel requested" in visitor.get(f"/runs/{run}").text for _ in versions)
     user.wait(run)
 
 
@@ -232,6 +245,11 @@ def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Any, sch
     cancel(user, run)
     page.get_by_text("Cancelled", exact=True).first.wait_for()  # without a reload
     assert "Cancelled" in page.title()
+    page.goto(f"{visitor.root}/runs?q=noop")
+    page.get_by_label(f"Compare {run}").check()
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("link", name="noop").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.goto(f"{visitor.root}/new")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     context.close()

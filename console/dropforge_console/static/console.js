@@ -2,6 +2,7 @@
 "use strict";
 
 (() => {
+  const FOCUSABLE = "a, button, input, [tabindex]";
   const parts = new Map(); // id of a part: its HTML as the server sent it
   const all = (root) => root.querySelectorAll("[data-live]");
   for (const part of all(document)) parts.set(part.id, part.outerHTML);
@@ -40,10 +41,12 @@
     const old = document.getElementById(part.id);
     if (!old || parts.get(part.id) === part.outerHTML) return;
     const focused = old.contains(document.activeElement) ? document.activeElement : null;
-    const place = focused && [...old.querySelectorAll("a, button, [tabindex]")].indexOf(focused);
+    const place = focused && [...old.querySelectorAll(FOCUSABLE)].indexOf(focused);
     parts.set(part.id, part.outerHTML);
+    const marked = new Set([...old.querySelectorAll("input:checked")].map((input) => input.value));
+    for (const input of part.querySelectorAll("input")) input.checked = marked.has(input.value);
     old.replaceWith(document.adoptNode(part));
-    if (focused) part.querySelectorAll("a, button, [tabindex]")[place]?.focus({ preventScroll: true });
+    if (focused) part.querySelectorAll(FOCUSABLE)[place]?.focus({ preventScroll: true });
   }
 
   // One stream while the page is visible: browsers allow six connections to a server.
@@ -62,7 +65,8 @@
   const filters = document.querySelector("form.filters");
   filters?.addEventListener("change", () => filters.requestSubmit());
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
+    const typed = event.target.closest("input:not([type=checkbox]), select, textarea");
+    if (event.ctrlKey || event.metaKey || event.altKey || typed) return;
     if (event.key === "/") {
       const find = document.querySelector("[data-find]");
       if (find) { event.preventDefault(); find.focus(); }
