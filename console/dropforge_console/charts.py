@@ -54,7 +54,7 @@ def chart(
     summary: str,
     *,
     x_end: float = 0.0,
-    x_text: Callable[[float], str] = lambda x: f"{x:,.0f}",
+    x_text: Callable[[float], str] = lambda x: f"{x:,g}",
     y_text: Callable[[float], str] = lambda y: f"{y:.4g}",
     from_zero: bool = False,
     logarithmic: bool = False,

@@ -231,7 +231,7 @@ class Axis(NamedTuple):
 
 
 AXES: dict[str, Axis] = {
-    "step": Axis(lambda event: float(event.step), lambda x: f"{x:,.0f}"),
+    "step": Axis(lambda event: float(event.step), lambda x: f"{x:,.0f}" if x == round(x) else f"{x:g}"),
     "epoch": Axis(lambda event: event.epoch or 0.0, lambda x: f"{x:.4g}"),
     "time": Axis(lambda event: event.time.timestamp(), lambda x: duration(x) if x >= 120 else f"{x:.0f} s"),
 }

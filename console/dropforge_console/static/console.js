@@ -13,7 +13,7 @@
     for (const time of document.querySelectorAll("time[data-ago]")) {
       const seconds = Math.max(0, (Date.now() - Date.parse(time.dateTime)) / 1000);
       const [unit, length] = units.find(([, , most]) => seconds < most);
-      time.textContent = `${Math.floor(seconds / length)} ${unit} ago`;
+      time.textContent = `${Math.floor(seconds / length)} ${unit} ${time.dataset.ago}`.trim();
     }
   }
   ages();
