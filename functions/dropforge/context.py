@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
 
+from .base.allowance import Allowance
 from .base.log import Log
 from .base.once import Once
 from .base.settings import Settings
@@ -14,17 +15,21 @@ from .cloud.context import Cloud
 from .platforms.lookup import Platforms
 from .run.store import RunStore
 
+IGNORED_AN_HOUR = 30
+
 
 @dataclass(frozen=True)
 class Context:
     """Everything a stage needs beside its arguments. A process makes one, on its first call, and keeps it.
 
-    `published` are the ids of run events that this process has published.
+    `published` are the ids of run events that this process has published; `ignored` bounds its answers to uploads of
+    objects that are no spec.
     """
 
     cloud: Cloud
     platforms: Platforms = field(default_factory=Platforms)
     published: Once = field(default_factory=Once)
+    ignored: Allowance = field(default_factory=lambda: Allowance(IGNORED_AN_HOUR))
 
     @classmethod
     def from_environment(cls) -> Context:

@@ -122,12 +122,24 @@ def test_kubernetes_accepts_the_manifests(serve: dict[str, Any]) -> None:
 
 def test_an_endpoint_is_internal_and_scaled_on_request_only() -> None:
     kinds = [resource.kind for resource in gke.GkeDeployment().resources(deployment())]
-    assert kinds == ["apps.k8s.io/Deployment", "k8s.io/Service"]
+    assert kinds == ["apps.k8s.io/Deployment", "k8s.io/Service", "monitoring.googleapis.com/PodMonitoring"]
     service = gke.service_manifest(deployment())
     assert service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"] == "Internal"
     metric = gke.autoscaler_manifest(deployment(**FULL))["spec"]["metrics"][0]["pods"]
     assert metric["metric"]["name"] == "prometheus.googleapis.com|vllm:num_requests_waiting|gauge"
     assert metric["target"] == {"type": "AverageValue", "averageValue": "7"}
+
+
+def test_vllm_s_metrics_are_read_from_the_port_of_the_endpoint_s_own_pods() -> None:
+    """Four times a minute for the autoscaler, else once: Google bills each sample."""
+    for serve, interval in (({}, "60s"), (FULL, "15s")):
+        made = deployment(**serve)
+        pod = gke.deployment_manifest(made)["spec"]["template"]
+        monitored = gke.monitoring_manifest(made)["spec"]
+        [endpoint] = monitored["endpoints"]
+        assert (endpoint["path"], endpoint["interval"]) == ("/metrics", interval)
+        assert endpoint["port"] in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+        assert monitored["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
 
 
 def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +93,23 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_command_in_the_message_about_a_success_calls_the_model(user: User) -> None:
+    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
+    assert user.wait(run).state is RunState.SUCCEEDED
+    assert user.slack(run, "succeeded")[-1].endswith("succeeded")
+    message = json.dumps(next(m for m in reversed(told(user, "slack")) if run in json.dumps(m))["payload"])
+    command = html.unescape(json.loads(f'"{message.partition("`")[2].partition("`")[0]}"'))
+    assert f"$(dropforge token {run})" in command
+    clean = {name: v for name, v in os.environ.items() if not name.startswith("DROPFORGE_") and "EMULATOR" not in name}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
+    environment = {**clean, "PATH": path, "DROPFORGE_STATE": str(user.state)}
+    answered = subprocess.run(["sh", "-c", f"{command} --fail --silent"], env=environment, capture_output=True)
+    assert answered.returncode == 0, answered
+    assert json.loads(answered.stdout)["choices"][0]["message"]
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
+    user.until(lambda: user.resources(run) == [])
 
 
 def test_the_secrets_that_the_command_line_makes_reach_every_channel(user: User) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from dropforge.stages import submit
 from dropforge.stages.cancel import cancel_requested
 from dropforge.stages.submit import ignore_object, submit_message, submit_object, submit_uri
 
-from ..deployments import Memory, context_with, settings_with
+from ..deployments import Memory, TestClock, context_with, settings_with
 from .test_ceiling import document
 
 SETTINGS = settings_with(
@@ -278,6 +280,21 @@ def test_an_object_that_is_no_spec_is_answered(deployment: Deployment, name: str
 def test_other_objects_and_folders_get_no_answer(deployment: Deployment, name: str) -> None:
     ignore_object(deployment.context, "specs", name, "7")
     assert deployment.events == []
+
+
+def test_a_flood_of_objects_gets_thirty_answers_an_hour_and_one_line_that_says_so(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = [datetime(2026, 11, 24, 9, 59, tzinfo=UTC)]
+    context = replace(deployment.context, cloud=replace(deployment.context.cloud, clock=TestClock(lambda: times[0])))
+    for number in range(100):
+        ignore_object(context, "specs", f"specs/{number}.yaml", "7")
+    assert len(deployment.events) == 30
+    logged = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
+    assert logged[30:] == ["more than 30 objects were ignored; the others of this hour get no answer"]
+    times[0] += timedelta(minutes=1)
+    ignore_object(context, "specs", "specs/next.yaml", "7")
+    assert len(deployment.events) == 31
 
 
 def test_an_answer_that_is_lost_fails_no_delivery(deployment: Deployment) -> None:

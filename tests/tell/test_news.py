@@ -115,6 +115,21 @@ def test_the_call_of_a_private_endpoint_reads_the_key_of_the_deployment(secret: 
     assert (token in call, "Authorization" in call) == (True, bool(secret))
 
 
+@pytest.mark.parametrize(
+    ("serve", "shown_token"),
+    [({"type": "cloud_run"}, True), ({"type": "gke", "price_usd_per_hour": 10}, False)],
+)
+def test_a_deployment_may_name_its_own_command_for_the_token(serve: dict[str, Any], shown_token: bool) -> None:
+    """An endpoint that demands no token gets none, whatever the command."""
+    endpoint = Endpoint(url="http://e", model="n", service="s", region="us-central1", ready=NOW, expires=NOW)
+    record, settings = record_of(RunState.SUCCEEDED, endpoint=endpoint), settings_with(token_command="dropforge token")
+    news = state_news(record, spec_of(serve=serve), settings, NOW)
+    assert news
+    [call] = [line.text for line in news.lines if line.is_code]
+    assert ('-H "Authorization: Bearer $(dropforge token job-0123456789ab)"' in call) is shown_token
+    assert "gcloud" not in call
+
+
 def test_a_failure_says_class_message_hint_and_what_to_do_next() -> None:
     error = RunError(error_class=ErrorClass.STOCKOUT, message="no more\ncapacity", hint="add placements")
     assert shown(news_of(RunState.FAILED, error=error)) == [

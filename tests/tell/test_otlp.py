@@ -133,6 +133,18 @@ def test_a_collector_inside_the_network_is_called_and_its_refusal_is_a_failure(s
     assert b"Authorization" not in heard[0]
 
 
+@pytest.mark.parametrize(("minutes", "may_pass"), [(59, True), (61, False)])
+def test_a_receiver_that_stays_down_is_given_up(minutes: int, may_pass: bool) -> None:
+    """It is the same for all runs: otherwise each sweep would wait for it once for each of them."""
+    context = context_at({}, NOW + timedelta(minutes=minutes))
+    assert context.store.create(ended_run())
+    with server_with(lambda connection: None) as port:
+        failure = otlp.send(context, f"http://127.0.0.1:{port}", NEWS)
+    assert failure is not None
+    assert failure.may_pass is may_pass
+    assert ("given up" in failure.problem) is not may_pass
+
+
 def test_a_receiver_that_hangs_or_drips_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "post", partial(post, limit=0.3))
 

@@ -41,6 +41,7 @@ class Settings:
     provision_deadline_seconds: int = 1800
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
     console_url: str = ""
+    token_command: str = ""  # prints an endpoint's token, given a run id, where gcloud's commands do not; "": they do
     otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": none gets it
     operations_topic: str = ""  # of operators, who may cancel any run
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack

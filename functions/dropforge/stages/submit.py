@@ -62,10 +62,15 @@ def ignore_object(context: Context, bucket: str, name: str, generation: str) -> 
     """Answer the upload of an object that is no spec, if it looks like one: a log line and a run event, no record.
 
     Other objects, such as rows of a data set, and folders get no answer. The answer is no object, so it cannot be
-    answered again.
+    answered again. Each process answers IGNORED_AN_HOUR times: a program that fills the bucket fills nothing else.
     """
     kind = re.search(r"\.(json|ya?ml)\Z", name, re.IGNORECASE)
     if name.endswith("/") or not (kind or name.startswith(names.SPECS_PREFIX)):
+        return
+    if not context.ignored.take(context.now()):
+        if context.ignored.is_just_used_up:
+            message = f"more than {context.ignored.most} objects were ignored; the others of this hour get no answer"
+            context.log(message, stage="submit", severity="NOTICE")
         return
     uri = cut(f"gs://{bucket}/{name}", 300)
     if name.startswith(names.SPECS_PREFIX):

@@ -208,25 +208,27 @@ def _served(endpoint: Endpoint, record: Record, spec: JobSpec | None, settings: 
         text += ", when the budget is used up"
     if record.parity is not None:
         text += f"; parity {record.parity.state}"
-    call = Line("call", _call(base, endpoint, spec, settings), is_code=True)
+    call = Line("call", _call(base, record.run, endpoint, spec, settings), is_code=True)
     return [Line("endpoint", cut(text, MAX_LINE), base), call]
 
 
-def _call(base: str, endpoint: Endpoint, spec: JobSpec | None, settings: Settings) -> str:
+def _call(base: str, run: str, endpoint: Endpoint, spec: JobSpec | None, settings: Settings) -> str:
     """A shell command that asks the endpoint. It has the command that prints the token, and never the token."""
     body = {"model": endpoint.model, "messages": [{"role": "user", "content": "Hello"}]}
-    words = [f'-H "Authorization: Bearer $({token})"'] if (token := _token_command(spec, settings)) else []
+    words = [f'-H "Authorization: Bearer $({token})"'] if (token := _token_command(run, spec, settings)) else []
     words += ["-H 'Content-Type: application/json'", f"-d {shlex.quote(json.dumps(body))}"]
     return cut(f"curl {shlex.quote(base + '/chat/completions')} {' '.join(words)}", MAX_LINE)
 
 
-def _token_command(spec: JobSpec | None, settings: Settings) -> str:
+def _token_command(run: str, spec: JobSpec | None, settings: Settings) -> str:
     """The command that prints the token for an endpoint (docs/calling.md#the-token); "" without a token."""
     credential = spec.serve.credential if spec and spec.serve else "identity_token"
-    if credential == "identity_token":
-        return "gcloud auth print-identity-token"
     secret = settings.endpoint_key_secret if credential == "api_key" else ""
-    return f"gcloud secrets versions access latest --secret={secret}" if secret else ""
+    if credential != "identity_token" and not secret:
+        return ""
+    if settings.token_command:
+        return f"{settings.token_command} {run}"
+    return f"gcloud secrets versions access latest --secret={secret}" if secret else "gcloud auth print-identity-token"
 
 
 def _failure(record: Record, settings: Settings) -> list[Line]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +30,7 @@ from .outgoing import post
 NAME = "otlp"
 TRACES = "/v1/traces"
 SCOPE = "dropforge.run"
+GIVE_UP_AFTER = timedelta(hours=1)
 MAX_TEXT = 4000  # characters of a value; the Telemetry API allows 64 KiB (https://cloud.google.com/stackdriver/quotas)
 _INTERNAL, _ERROR = 1, 2  # SpanKind and StatusCode
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -48,7 +49,9 @@ def address_of(spec: JobSpec | None, settings: Settings) -> str | None:
 def send(context: Context, address: str, news: News) -> Failure | None:
     """Send the spans that have ended; None on success, or if there is nothing to send. Never raises.
 
-    The end of a run sends its trace. A notice after that end sends what has ended since then: the endpoint.
+    The end of a run sends its trace. A notice after that end sends what has ended since then: the endpoint. A receiver
+    that is down is tried for GIVE_UP_AFTER: it is the deployment's, so all runs would wait for it, and the sweep with
+    them.
     """
     if not news.state.is_terminal:
         return None
@@ -65,7 +68,11 @@ def send(context: Context, address: str, news: News) -> Failure | None:
         return None
     body = protobuf_of(document_of(record.run, ended, context.settings))
     headers = {"Content-Type": "application/x-protobuf", **headers}
-    return post(f"{url}{TRACES}", body, headers, "the OTLP receiver of the deployment", _own_address(url))
+    failure = post(f"{url}{TRACES}", body, headers, "the OTLP receiver of the deployment", _own_address(url))
+    since = max(span.ended for span in ended if span.ended)
+    if failure and failure.may_pass and context.now() - since > GIVE_UP_AFTER:
+        return Failure(f"{failure.problem}; the trace is given up after {GIVE_UP_AFTER}", may_pass=False)
+    return failure
 
 
 def read_spans(context: Context, record: Record) -> list[Span]:

@@ -114,6 +114,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
         "DROPFORGE_ENDPOINT_KEY_SECRET": ENDPOINT_KEY_SECRET,
         "DROPFORGE_OTLP_ENDPOINT": TELEMETRY_API,
+        "DROPFORGE_TOKEN_COMMAND": "dropforge token",
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event is noticed quickly here
     }
 

@@ -61,10 +61,9 @@ class GkeDeployment:
         return gke_price(serve.accelerator, serve.accelerator_count, _region(spec), serve.capacity)
 
     def resources(self, deployment: Deployment) -> list[Resource]:
-        manifests = [deployment_manifest(deployment), service_manifest(deployment)]
-        serve = _serve(deployment.spec)
-        if serve.max_instances > serve.min_instances:
-            manifests += [monitoring_manifest(deployment), autoscaler_manifest(deployment)]
+        manifests = [deployment_manifest(deployment), service_manifest(deployment), monitoring_manifest(deployment)]
+        if _scales(deployment):
+            manifests.append(autoscaler_manifest(deployment))
         return [kubernetes.resource_of(cluster_of(deployment), manifest) for manifest in manifests]
 
     def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
@@ -161,8 +160,11 @@ def service_manifest(deployment: Deployment) -> Object:
 
 
 def monitoring_manifest(deployment: Deployment) -> Object:
-    """monitoring.googleapis.com/v1 PodMonitoring: Managed Service for Prometheus reads vLLM's metrics with it."""
-    endpoint = {"port": "http", "path": "/metrics", "interval": "15s"}
+    """monitoring.googleapis.com/v1 PodMonitoring: Managed Service for Prometheus reads vLLM's metrics with it.
+
+    Every Autopilot cluster has the kind. Each sample costs money, so only an autoscaler gets them four times a minute.
+    """
+    endpoint = {"port": "http", "path": "/metrics", "interval": "15s" if _scales(deployment) else "60s"}
     return {
         "apiVersion": "monitoring.googleapis.com/v1",
         "kind": "PodMonitoring",
@@ -186,6 +188,11 @@ def autoscaler_manifest(deployment: Deployment) -> Object:
             "metrics": [{"type": "Pods", "pods": {"metric": {"name": QUEUE_METRIC}, "target": target}}],
         },
     }
+
+
+def _scales(deployment: Deployment) -> bool:
+    serve = _serve(deployment.spec)
+    return serve.max_instances > serve.min_instances
 
 
 def url_of(service: Object) -> str | None:
