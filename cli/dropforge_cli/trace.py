@@ -10,12 +10,13 @@ from rich.text import Text
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.figures import duration
 from dropforge.run.record import Record
 from dropforge.run.spans import ROOT, Span
 from dropforge.tell.otlp import document_of, read_spans
 
 from .deployment import connect
-from .display import duration, stdout, table, titled
+from .display import stdout, table, titled
 from .options import json_option, latest_argument, state_option
 from .plain import echo_json
 from .runs import find_run

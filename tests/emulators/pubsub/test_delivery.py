@@ -10,7 +10,7 @@ import requests
 from google.api_core import exceptions
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.pubsub_v1 import PublisherClient as GapicPublisher  # publishes without batching
-from google.pubsub_v1 import SchemaServiceClient
+from google.pubsub_v1 import Schema, SchemaServiceClient
 from google.pubsub_v1.services.schema_service.transports import SchemaServiceGrpcTransport
 
 from dropforge_local.emulators.pubsub import DeliveryFaults
@@ -295,7 +295,7 @@ def test_unsupported_features_answer_unimplemented(timeless: PubSub, config: dic
 def test_schemas_are_refused_with_the_reason(timeless: PubSub) -> None:
     transport = SchemaServiceGrpcTransport(channel=grpc.insecure_channel(timeless.address))
     with SchemaServiceClient(transport=transport) as client:
-        schema = {"type_": "AVRO", "definition": '{"type": "string"}'}
+        schema = Schema(type_=Schema.Type.AVRO, definition='{"type": "string"}')
         with pytest.raises(exceptions.MethodNotImplemented, match=r"schemas are not emulated .* Avro or Protocol Buf"):
             client.create_schema(parent=PROJECT, schema=schema, schema_id="s", retry=None)
         with pytest.raises(exceptions.MethodNotImplemented, match="schemas are not emulated"):
