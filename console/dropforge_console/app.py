@@ -51,6 +51,7 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
             Route("/runs/{run}", pages.run),
             Route("/runs/{run}/cancel", pages.cancel, methods=["POST"]),
             Route("/compare", pages.compare),
+            Route("/cost", pages.cost),
             Route("/new", pages.new, methods=["GET", "POST"]),
             Route("/live", pages.stream),
             Mount("/static", StaticFiles(directory=STATIC)),

@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from dropforge.base import names
 from dropforge.base.errors import SpecProblem
 from dropforge.base.figures import duration, usd
+from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
 
@@ -177,6 +178,28 @@ class Pages:
             differences=compare.differences(runs),
         )
 
+    async def cost(self, request: Request) -> Response:
+        by = request.query_params.get("by", "month")
+        return await self._cached(f"/cost?{by}", lambda: self._cost(by))
+
+    def _cost(self, by: str) -> str:
+        every, now = self._reader.runs(), self._context.now()
+        priced = [Priced(*run) for run in every if run.record.state is not RunState.REJECTED]
+        keys = sorted({key for run in priced if run.spec for key in run.spec.labels})
+        groupings = [*BY, *(f"{LABEL}{key}" for key in keys)]
+        by = by if by in groupings else "month"
+        groups = grouped(priced, by, now)
+        return self._render(
+            "cost.html",
+            here="cost",
+            by=by,
+            groupings=groupings,
+            groups=groups,
+            total=Group.of("In all", priced, now),
+            dearest=max((group.total.known for group in groups), default=0.0),
+            still_open=sum(is_open(run.record, now) for run in priced),
+        )
+
     async def cancel(self, request: Request) -> Response:
         run = self._found(request.path_params["run"])
         if _can_cancel(run, self._context.now()):
@@ -247,11 +270,7 @@ def _axis(request: Request) -> tuple[str, bool]:
 
 
 def _can_cancel(run: Run, now: datetime) -> bool:
-    record = run.record
-    if record.cancel_requested is not None:
-        return False
-    serves = record.endpoint is not None and record.endpoint.ended is None and now < record.endpoint.expires
-    return serves or not record.state.is_terminal
+    return run.record.cancel_requested is None and is_open(run.record, now)
 
 
 async def _form(request: Request) -> dict[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dropforge.bill import Sum
 from dropforge.money import most_usd
 from dropforge.run.record import RunState
 from dropforge.spec import parse_spec
-from dropforge_cli.cost import Sum
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 

@@ -15,10 +15,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import requests
+from click.testing import CliRunner
 from tests.cli.commands import COMMAND, Process
 from tests.patience import PATIENCE_SECONDS
 
+from dropforge.base.figures import usd
 from dropforge.run.record import RunState
+from dropforge_cli.main import cli
 
 from .conftest import User
 
@@ -102,6 +105,21 @@ def test_two_runs_side_by_side(user: User, visitor: Visitor) -> None:
     assert "/model/source" not in page
     assert "Mark two runs" in visitor.get("/compare").text
     assert visitor.get("/compare?run=no-such-run-0123456789ab").status_code == 404
+
+
+def test_the_cost_is_grouped_as_on_the_command_line(user: User, visitor: Visitor) -> None:
+    run = user.drop(user.spec("succeed", labels={"behave": "succeed", "team": "pricing"}))
+    user.wait(run)
+    visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    bill = json.loads(
+        CliRunner().invoke(cli, ["cost", "--by", "label:team", "--json", "--state", str(user.state)]).stdout
+    )
+    amount = next(group for group in bill["groups"] if group["group"] == "pricing")["total_usd"]
+    page = visitor.get("/cost?by=label:team").text
+    row = re.search(r'<th scope="row">pricing.*?</tr>', page, re.S)
+    assert row is not None
+    assert usd(amount) in row[0]
+    assert visitor.get("/cost?by=<script>").status_code == 200
 
 
 def test_the_stream_tells_a_page_of_its_own_run(user: User, visitor: Visitor) -> None:
