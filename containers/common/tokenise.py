@@ -116,7 +116,7 @@ def processes_for(rows: Sequence[Row]) -> int:
 
 def cores() -> int:
     """The cores that this container may use: by affinity, and by the control group's share of time."""
-    available = len(os.sched_getaffinity(0))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except OSError:

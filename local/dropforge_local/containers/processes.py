@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -25,7 +24,7 @@ import psutil
 
 from . import shim
 from .logs import append_platform_line, read_output
-from .shim import MARKER
+from .shim import HAS_PROC, MARKER, UNADOPTED
 from .shims import Shims
 
 KILLED = 137  # 128 + SIGKILL, as Docker and Cloud Run report it
@@ -35,8 +34,9 @@ START_POLL_SECONDS = 0.02
 EXIT_POLL_SECONDS = 0.1  # only where the kernel has no pidfd
 MEMORY_CHECK_SECONDS = 1.0
 SHIM_PATIENCE_SECONDS = 5.0
-# Unix socket paths end at 108 bytes, and torch and multiprocessing put sockets of up to 45 into TMPDIR.
-LONGEST_TMPDIR = 60
+# Unix socket paths end at 108 bytes, on macOS at 104; torch and multiprocessing put sockets of up to 45 into TMPDIR.
+LONGEST_TMPDIR = 57
+SHORT_TMPDIR = Path("/tmp")  # macOS's own temporary directories are 49 bytes long
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,8 @@ class Runtime:
         await wait_for_process(container.pid, container.created, container.directory)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(container.pid, os.WNOHANG)  # this process collects it, unless an earlier stack started it
-        if (
-            sys.platform != "linux" or not (container.directory / "exit").exists()
-        ):  # else the shim has already killed them
+        # Otherwise the shim has killed them.
+        if (container.directory / UNADOPTED).exists() or not (container.directory / "exit").exists():
             while strays := [pid for pid in container.members() if pid != container.pid or _alive(pid)]:
                 send_signal(strays, signal.SIGKILL)
                 await asyncio.sleep(0.01)
@@ -259,7 +258,7 @@ def own_environment(directory: Path) -> dict[str, str]:
 
 def children_by_parent() -> dict[int, list[int]]:
     """The pids of all processes of this machine by their parent's pid."""
-    if sys.platform == "linux":  # less than half of psutil's time: the stack asks every second
+    if HAS_PROC:  # less than half of psutil's time: the stack asks every second
         return shim.children_by_parent()
     children: dict[int, list[int]] = {}
     for process in psutil.process_iter(["ppid"]):
@@ -294,6 +293,8 @@ def find_members(directory: Path) -> dict[Path, list[int]]:
     members: dict[Path, list[int]] = {}
     for pid, mark in _marks(str(directory)):
         members.setdefault(Path(mark), []).append(pid)
+    if members and not HAS_PROC:
+        _add_unmarked(members)
     return members
 
 
@@ -324,7 +325,7 @@ def temporary_directory(directory: Path) -> Path:
     if len(str(inside)) <= LONGEST_TMPDIR:
         return inside
     name = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"dropforge-{name}"
+    return min(Path(tempfile.gettempdir()), SHORT_TMPDIR, key=lambda path: len(str(path))) / f"dropforge-{name}"
 
 
 async def _readable(descriptor: int) -> None:
@@ -345,8 +346,21 @@ def _marks(prefix: str) -> Iterable[tuple[int, str]]:
             yield process.pid, mark
 
 
+def _add_unmarked(members: dict[Path, list[int]]) -> None:
+    """Add processes that descend from a container's marked processes.
+
+    macOS tells nobody the environments of its own programs, such as /bin/sh (`sysctl_procargsx` in
+    https://github.com/apple-oss-distributions/xnu/blob/main/bsd/kern/kern_sysctl.c).
+    """
+    children = children_by_parent()
+    marked = {pid for pids in members.values() for pid in pids}
+    for pids in members.values():
+        below = {child for pid in pids for child in _descendants(pid, children)}
+        pids += sorted(below - marked)
+
+
 def _mark(process: psutil.Process) -> str:
-    if sys.platform == "linux":
+    if HAS_PROC:
         try:
             data = Path(f"/proc/{process.pid}/environ").read_bytes()  # a zombie's environment reads as empty
         except OSError:
@@ -403,7 +417,7 @@ def _created(pid: int) -> float | None:
 def _memory(pid: int, exact: bool) -> int:
     try:
         process = psutil.Process(pid)
-        if exact and sys.platform == "linux":
+        if exact and HAS_PROC:
             return int(process.memory_full_info().pss)
         return int(process.memory_info().rss)
     except psutil.Error:

@@ -34,6 +34,8 @@ PATH_BYTES = 4096  # PATH_MAX of Linux
 REQUEST_BYTES = 1 << 17
 READY = b"ready"
 PR_SET_CHILD_SUBREAPER = 36
+HAS_PROC = os.path.exists("/proc/self/stat")  # Linux lists its processes there, macOS nowhere
+UNADOPTED = "unadopted"
 
 
 def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
@@ -41,7 +43,7 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     # Only the process that creates the claim runs the command, so a container never starts twice, even after a kill.
     os.close(os.open(os.path.join(directory, "claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     exit_file = reserve_exit(directory)
-    adopt_orphans()
+    adopt_orphans(directory)
     output, output_writer = os.pipe()
     wake, wake_writer = os.pipe()
     for descriptor in (output, wake, wake_writer):
@@ -128,13 +130,23 @@ def write_mark(directory: str) -> None:
             raise OSError("/proc/self/environ does not show what /proc/self/mem has taken")
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant (Linux), so that `kill_leftovers` finds all of them."""
-    if sys.platform == "linux":
-        import _ctypes
+def adopt_orphans(directory: str) -> None:
+    """Become the parent of every orphaned descendant, so that `kill_leftovers` finds all of them.
 
+    Only Linux can do this. Elsewhere the file UNADOPTED makes the stack look for them by their mark.
+    """
+    if not (HAS_PROC and becomes_subreaper()):
+        os.close(os.open(os.path.join(directory, UNADOPTED), os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def becomes_subreaper() -> bool:
+    import _ctypes
+
+    try:
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-        _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    except OSError:
+        return False
+    return bool(_ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0)
 
 
 def ignore_signals(wake_writer: int) -> None:
@@ -211,7 +223,7 @@ def drain(output: int, log: RotatingLog) -> None:
 def kill_leftovers(child: int) -> None:
     """Kill all other processes, as the kernel does when a container's first process ends."""
     send_kill(os.killpg, child)
-    while has_children():  # every remaining process descends from a child of this process: orphans were adopted
+    while has_children():  # with orphans adopted, every remaining process descends from a child of this process
         for pid in descendants(os.getpid()):
             send_kill(os.kill, pid)
         time.sleep(0.01)
@@ -236,7 +248,7 @@ def send_kill(kill: Callable[[int, int], None], pid: int) -> None:
 
 def descendants(parent: int) -> list[int]:
     """Pids of every process below `parent`, from /proc; empty without /proc, where the group kill must suffice."""
-    children = children_by_parent() if sys.platform == "linux" else {}
+    children = children_by_parent() if HAS_PROC else {}
     pids, frontier = [], [parent]
     while frontier:
         below = children.get(frontier.pop(), [])

@@ -1,8 +1,8 @@
 """Starts shims (shim.py): forked from a process that waits for requests, or each as a new process.
 
 A forked shim takes 5 ms of CPU, a new process 20 ms. The first container starts the process that forks, and gets a new
-process itself. So does every container where the fork is not possible or not certain: on another system than Linux,
-without /proc, with an environment that is too large, or after the forking process has ended.
+process itself. So does every container where the fork is not possible or not certain: without /proc
+(on macOS), with an environment that is too large, or after the forking process has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
         self._said_ready = False
-        if sys.platform != "linux":
+        if not shim.HAS_PROC:
             return
         self._connection, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_end:

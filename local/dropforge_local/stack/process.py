@@ -194,6 +194,9 @@ class Stack:
             token=partial(self.identity.token, caller=WORKFLOWS, email=deployment.account_of(WORKFLOWS)),
             authorize=self.identity.is_known,
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
+            # The lock of the state directory keeps other stacks away. Without /proc, a killed stack looks alive as soon
+            # as any process has its id.
+            takeover=True,
         )
         self.workflows = WorkflowsEmulator(self.engine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from containers.common import chat, tokenise
 from containers.common.errors import BAD_DATA, JobError
 from containers.common.rows import Row
-from containers.common.tokenise import TokenCache, Tokeniser, processes_for
+from containers.common.tokenise import TokenCache, Tokeniser, cores, processes_for
 from dropforge.run.artifacts import tokens_object
 
 RUNS = "runs-bucket"
@@ -158,3 +159,9 @@ def test_few_rows_are_not_worth_a_second_process(monkeypatch: pytest.MonkeyPatch
     assert processes_for(ROWS) == 1
     many = [Row((), "x" * 100_000)] * 81
     assert processes_for(many) == tokenise.MAX_PROCESSES
+
+
+def test_cores_are_known_where_no_process_has_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no such call. A large data set then failed."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert 1 <= cores() <= (os.cpu_count() or 1)

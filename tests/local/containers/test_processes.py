@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
@@ -40,8 +41,8 @@ def shims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def _with_forks(shims: Shims) -> None:
-    if sys.platform != "linux":
-        pytest.skip("shims are forked on Linux only")
+    if not shim.HAS_PROC:
+        pytest.skip("shims are forked only where /proc is")
     shims._forks = ForkServer()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not shims._forks.is_ready():
@@ -172,6 +173,7 @@ def test_terminate_ends_children_in_other_sessions(tmp_path: Path) -> None:
     assert run(tmp_path, work).code == 137
 
 
+@pytest.mark.skipif(not shim.HAS_PROC, reason="only on Linux can a shim adopt orphans that do not name their container")
 def test_children_end_with_the_first_process(tmp_path: Path) -> None:
     seconds = f"60.{time.time_ns()}"  # a command line that no other process has
     code = f"""
@@ -325,3 +327,13 @@ def test_exit_code_survives_a_full_disk(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", limit, *command], check=True, timeout=20, env={})
     assert (directory / "exit").read_text().split()[0] == "0"
     assert (directory / "output.log").stat().st_size <= 100
+
+
+def test_a_temporary_directory_leaves_room_for_socket_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS ends a socket's path at 104 bytes with its NUL, and its temporary directories have 49 bytes themselves."""
+    monkeypatch.setattr(tempfile, "tempdir", "/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T")
+    inside, short = Path("/s/containers/c"), Path("/s") / ("c" * 60)
+    assert temporary_directory(inside) == inside / "tmp"
+    assert temporary_directory(short).parent == Path("/tmp")
+    for directory in (inside, short):
+        assert len(str(temporary_directory(directory) / ("x" * 45))) < 104

@@ -243,6 +243,13 @@ def killed_later() -> int:
     return 65
 
 
+def orphan() -> int:
+    """Leaves a process in a session of its own."""
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    os.posix_spawn(sys.executable, command, dict(os.environ), setsid=True)
+    return succeed()
+
+
 def lie() -> int:
     publish("started")
     publish("succeeded", manifest_uri=uri())
@@ -274,6 +281,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "whole": whole,  # leaves all that the real one leaves
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
+    "orphan": orphan,
     "lie": lie,  # reports success, leaves nothing
 }
 
