@@ -170,11 +170,11 @@ class Ray:
             with error:
                 return error.code, error.read()
 
-    def address(self, name: str) -> str:
-        """The URL of the head of a job's cluster."""
+    def address(self, name: str, port: str = "8265") -> str:
+        """The URL of a port of the head of a job's cluster; the default is the dashboard's."""
         head = f"{self.status(name)['rayClusterName']}-head-svc"
         service = self.kube.core.read_namespaced_service(head, self.kube.namespace)
-        return str(json.loads(service.metadata.annotations["local.dropforge/urls"])["8265"])
+        return str(json.loads(service.metadata.annotations["local.dropforge/urls"])[port])
 
     def environment(self, name: str) -> dict[str, str]:
         """The environment that the ray command line needs to reach a job's cluster from outside."""
@@ -246,12 +246,26 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
     assert {pod.metadata.labels["ray.io/node-type"] for pod in ray.pods()} == {"head", "worker"}
     head = next(pod for pod in ray.pods() if pod.metadata.labels["ray.io/node-type"] == "head")
     assert "Ray runtime started" in ray.kube.core.read_namespaced_pod_log(head.metadata.name, "default")
+    gcs = ray.address(name, "6379").removeprefix("http://")
+    assert "headgroup" in from_outside(ray, name, str(RAY), "status", "--address", gcs)
+    code = "import ray, sys; ray.init(sys.argv[1]); print('size', ray.cluster_resources()['TPU'])"
+    client = ray.address(name, "10001").replace("http", "ray")
+    assert "size 8.0" in from_outside(ray, name, str(ENVIRONMENT / "bin" / "python"), "-c", code, client)
     assert_only_loopback(stack.home / "containers")
 
     ray.patch(name, ttlSecondsAfterFinished=0)
     until(lambda: not ray.pods() and not ray.clusters())
     assert ray.states(name) == ("Complete", "SUCCEEDED")
     until(lambda: not find_members(stack.home / "containers"))
+
+
+def from_outside(ray: Ray, name: str, *command: str) -> str:
+    """What a client of Ray prints. It keeps 127.0.0.1, which Ray else replaces by this machine's address."""
+    environment = {**ray.environment(name), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    del environment["RAY_ADDRESS"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

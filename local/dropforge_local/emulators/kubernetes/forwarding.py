@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -30,10 +31,10 @@ Resolve = Callable[[int], int | None]
 
 def ports_of(given: Sequence[str]) -> list[int]:
     """The ports of a query. Refuses with 400 what is no port."""
-    texts = [text for value in given for text in value.split(",")]
-    if not texts or not all(text.isdigit() and 0 < int(text) < 65536 for text in texts):
+    ports = [_number(text) for value in given for text in value.split(",")]
+    if not ports or not all(ports):
         raise bad_request(f"ports is {','.join(given)!r}; expected numbers from 1 to 65535")
-    return [int(text) for text in texts]
+    return ports
 
 
 async def tunnel(socket: web.WebSocketResponse, resolve: Resolve) -> None:
@@ -75,8 +76,7 @@ async def channels(socket: web.WebSocketResponse, ports: Sequence[int], resolve:
 
 
 async def _forward_streams(stream: Stream, error: Stream, resolve: Resolve) -> None:
-    text = stream.headers.get("port", "")
-    port = int(text) if text.isdigit() else 0
+    port = _number(stream.headers.get("port", ""))
     with contextlib.suppress(ConnectionError):
         if problem := await _connect(port, resolve, stream.read, stream.write):
             await error.write(problem.encode())
@@ -101,7 +101,7 @@ async def _connect(
     """Copy bytes between a client and a port of the pod until the pod's side ends; return the problem, or ""."""
     local = resolve(port)
     if local is None:
-        return f"failed to forward port {port}: the pod declares no such port (ports of the local stack are declared)"
+        return f"the pod declares no such port: {port}. The local stack forwards the ports that a pod declares"
     try:
         reader, writer = await asyncio.open_connection(HOST, local)
     except OSError as error:
@@ -125,6 +125,11 @@ async def _send(read: Callable[[], Awaitable[bytes]], writer: asyncio.StreamWrit
         writer.write(data)
         await writer.drain()
     writer.write_eof()
+
+
+def _number(text: str) -> int:
+    """A port; 0 for a text that is none."""
+    return int(text) if re.fullmatch("[0-9]{1,5}", text) and int(text) < 65536 else 0
 
 
 async def _messages(socket: web.WebSocketResponse) -> AsyncIterator[bytes]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import WSMsgType, web
+from multidict import MultiMapping
 
 from ....containers import terminal
 from ...kit.background import first
@@ -46,8 +47,8 @@ class ExecRequest:
     tty: bool
 
     @classmethod
-    def parse(cls, query: Any) -> ExecRequest:
-        """Refuses a query without a command or without a stream with 400; `query` is a MultiDict."""
+    def parse(cls, query: MultiMapping[str]) -> ExecRequest:
+        """Refuses a query without a command or without a stream with 400."""
         words = tuple(query.getall("command", ()))
         stdin, stdout, stderr, tty = (flag(query, name) for name in ("stdin", "stdout", "stderr", "tty"))
         if not words:
@@ -60,10 +61,13 @@ class ExecRequest:
 async def execute(socket: web.WebSocketResponse, request: ExecRequest, command: Command) -> None:
     """Run a command until it ends, and send its exit code. If the client leaves before, the command is killed."""
     if shutil.which(_from(command.workdir, command.argv[0]), path=command.env["PATH"]) is None:
-        text = f'error executing command in container: exec: "{request.words[0]}": executable file not found in $PATH'
-        await _send_end(socket, _failure("InternalError", text, 500))
+        await _send_end(socket, _not_started(request, "executable file not found in $PATH"))
         return
-    running = await (_start_terminal if request.tty else _start_pipes)(command, request)
+    try:
+        running = await (_start_terminal if request.tty else _start_pipes)(command, request)
+    except OSError as error:
+        await _send_end(socket, _not_started(request, str(error.strerror)))
+        return
     try:
         ending = asyncio.ensure_future(_send_output(socket, running))
         await first(_receive(socket, running), ending)
@@ -193,6 +197,11 @@ def _exit_status(code: int) -> dict[str, Any]:
     text = f"command terminated with non-zero exit code: exit status {number}"
     causes = [{"reason": "ExitCode", "message": str(number)}]
     return {**_failure("NonZeroExitCode", text, 500), "details": {"causes": causes}}
+
+
+def _not_started(request: ExecRequest, why: str) -> dict[str, Any]:
+    text = f'error executing command in container: exec: "{request.words[0]}": {why}'
+    return _failure("InternalError", text, 500)
 
 
 def _failure(reason: str, message: str, code: int) -> dict[str, Any]:
