@@ -18,7 +18,8 @@ from typing import Any
 
 VARIABLE = "DROPFORGE_RUN_KEY"  # in the environment of every container of the run
 PROOF = "proof"  # the attribute of a job event's message, and the field of a JSON document
-EVENT_NAME = "job-event"  # stands for the name of the object in the proof of a job event
+# These stand for the name of the object: in the proof of a job event, and in that of a request for access.
+EVENT_NAME, ACCESS_NAME = "job-event", "access"
 
 
 def new_key(chance: Random) -> str:
