@@ -6,6 +6,8 @@ functions that the workflow calls repeatedly: each call advances a run by one st
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.proof import PROOF
 from dropforge.run.record import Outcome, RunError, RunState
+from dropforge.stages.access import access as give_access
 from dropforge.stages.answers import Answer
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
@@ -94,6 +97,16 @@ def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
         lambda body: partial(
             provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body.get("callback_url", ""))
         ),
+    )
+
+
+@functions_framework.http
+def access(request: flask.Request) -> flask.typing.ResponseReturnValue:
+    """{run, proof}, called by the containers of the run → GRANTED"""
+    return _stage(
+        request,
+        "access",
+        lambda body: partial(give_access, run=_run(body), claimed=str(body["proof"]), account=_account(request)),
     )
 
 
@@ -192,12 +205,33 @@ def _stage(
 
 def _caller(body: dict[str, Any]) -> dict[str, Any]:
     """The run, and the execution that calls, as arguments of a stage. Raises KeyError or ValueError."""
-    run, execution = body["run"], body["execution"]
-    if not isinstance(run, str) or not is_run_id(run):
-        raise ValueError(f"run is {run!r}; expected a run id")
+    run, execution = _run(body), body["execution"]
     if not isinstance(execution, str) or not execution:
         raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
     return {"run": run, "execution": execution}
+
+
+def _run(body: dict[str, Any]) -> str:
+    """The id of a run. Raises KeyError or ValueError."""
+    run = body["run"]
+    if not isinstance(run, str) or not is_run_id(run):
+        raise ValueError(f"run is {cut(repr(run), 80)}; expected a run id")
+    return run
+
+
+def _account(request: flask.Request) -> str:
+    """The e-mail of the account that calls; "" for an identity token without it. Raises ValueError.
+
+    The platform has verified the token before, and may have removed its signature
+    (https://cloud.google.com/run/docs/troubleshooting#signature-removed).
+    """
+    parts = request.headers.get("Authorization", "").split(".")
+    if len(parts) != 3:
+        raise ValueError("the request has no identity token")
+    claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=="))
+    if not isinstance(claims, dict):
+        raise ValueError("the claims of the identity token are no JSON object")
+    return str(claims.get("email", ""))
 
 
 def _attempt(body: dict[str, Any]) -> int:

@@ -29,7 +29,14 @@ locals {
     slack_webhook_secret       = var.slack_webhook_secret
     endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
     otlp_endpoint              = var.otlp_endpoint
+    access_url                 = "${local.functions_url}access"
     policy                     = local.policy
+  }
+
+  # By caller. Cloud Workflows and containers may reach a function's address from outside of the network.
+  _ingress = {
+    trainer  = var.access_ingress
+    workflow = var.workflow_ingress
   }
 
   # The operator's policy limits what specs may use (docs/policy.md). `make deploy` checks the file before it plans.
@@ -76,7 +83,7 @@ resource "google_cloudfunctions2_function" "function" {
     available_memory      = "512Mi"
     timeout_seconds       = 540
     max_instance_count    = var.max_function_instances
-    ingress_settings      = each.value.called_by == "workflow" ? var.workflow_ingress : "ALLOW_INTERNAL_ONLY"
+    ingress_settings      = lookup(local._ingress, each.value.called_by, "ALLOW_INTERNAL_ONLY")
     service_account_email = google_service_account.account[each.key].email
     # Endpoints on GKE and on TPU VMs have addresses only in the network; `deploy` requests a completion there.
     direct_vpc_egress = each.key == "deploy" && length(local.private_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
@@ -104,8 +111,8 @@ resource "google_cloudfunctions2_function" "function" {
       error_message = "policy.yaml has ${length(local.policy)} characters as JSON; a function's setting holds 16384. Use patterns in place of long lists."
     }
     postcondition {
-      condition     = each.value.called_by != "workflow" || self.url == "${local.functions_url}${each.key}"
-      error_message = "The workflow calls ${local.functions_url}${each.key}, but the function is at ${self.url}."
+      condition     = !contains(keys(local._ingress), each.value.called_by) || self.url == "${local.functions_url}${each.key}"
+      error_message = "Its callers call ${local.functions_url}${each.key}, but the function is at ${self.url}."
     }
   }
 
@@ -116,6 +123,14 @@ resource "google_cloudfunctions2_function" "function" {
     google_project_iam_member.build_source,
     google_storage_bucket_iam_member.build,
   ]
+}
+
+# Servers on TPU VMs write their log and status by a token of `access`, as trainers do.
+resource "google_cloud_run_v2_service_iam_member" "server" {
+  name     = google_cloudfunctions2_function.function["access"].name
+  location = var.region
+  role     = "roles/run.invoker"
+  member   = google_service_account.account["server"].member
 }
 
 # Only these accounts may call functions. Each account may call only the functions that it needs.

@@ -41,8 +41,7 @@ locals {
     key_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.keys }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
-    machine_objects  = { buckets = [google_storage_bucket.runs.name], condition = local._below.device }
-    artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
+    lent_objects     = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models} || ${local._below.device}" }
   }
 
   # The smallest predefined role that holds the permissions of a grant on data_buckets; false: list only.
@@ -156,6 +155,24 @@ resource "google_artifact_registry_repository_iam_member" "grant" {
   location   = google_artifact_registry_repository.images.location
   role       = google_project_iam_custom_role.grant[each.key].id
   member     = google_service_account.account[each.value.account].member
+}
+
+# Attempts and servers from before 2026-11-24 reach the runs bucket by their own account (docs/upgrade.md).
+resource "google_storage_bucket_iam_member" "older_attempts" {
+  for_each = var.older_attempts ? {
+    trainer_writes = { account = "trainer", role = "roles/storage.objectUser", scope = "lent_objects" }
+    trainer_reads  = { account = "trainer", role = "roles/storage.objectViewer", scope = "readable_objects" }
+    server_writes  = { account = "server", role = "roles/storage.objectUser", scope = "lent_objects" }
+  } : {}
+
+  bucket = google_storage_bucket.runs.name
+  role   = each.value.role
+  member = google_service_account.account[each.value.account].member
+
+  condition {
+    title      = each.value.scope
+    expression = local.bucket_scopes[each.value.scope].condition
+  }
 }
 
 # People and CI that may drop specs and follow their runs.

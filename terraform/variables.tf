@@ -1,3 +1,14 @@
+variable "access_ingress" {
+  description = "Ingress of the function `access`, which containers call; IAM decides in any case. Cloud Run jobs send calls of public addresses past the network, so ALLOW_INTERNAL_ONLY needs another route."
+  type        = string
+  default     = "ALLOW_ALL"
+
+  validation {
+    condition     = contains(["ALLOW_ALL", "ALLOW_INTERNAL_ONLY"], var.access_ingress)
+    error_message = "Expected ALLOW_ALL or ALLOW_INTERNAL_ONLY."
+  }
+}
+
 variable "alert_emails" {
   description = "E-mail addresses that receive alerts and Cloud Billing budget notifications."
   type        = set(string)
@@ -104,6 +115,12 @@ variable "network" {
     subnetwork = string
   })
   default = null
+}
+
+variable "older_attempts" {
+  description = "Lets attempts and servers that began before the upgrade of 2026-11-24 go on: until you unset it, the containers of all runs may read, replace and delete each other's checkpoints and models."
+  type        = bool
+  default     = false
 }
 
 variable "operators" {

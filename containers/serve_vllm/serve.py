@@ -28,6 +28,7 @@ from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
+from dropforge.cloud.run_access import REQUEST_VARIABLE as ACCESS
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest
 from dropforge.run.proof import VARIABLE as RUN_KEY
@@ -79,7 +80,8 @@ def main() -> int:
 
 def serve(settings: Settings, engine: EngineName, began: float) -> int:
     """Become the engine, or run it behind the gate; returns the exit code. Raises DropforgeError without a model."""
-    clients, run_key = Clients(), os.environ.pop(RUN_KEY, "")  # the engine, which runs the model's code, needs no key
+    clients, run_key = Clients(dict(os.environ)), os.environ.pop(RUN_KEY, "")
+    os.environ.pop(ACCESS, None)  # the engine, which runs the model's code, needs neither the key nor the access
     load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
     client = clients.storage()
     manifest = find_model(client, settings.model_uri, run_key)

@@ -24,6 +24,7 @@ from containers.train_maxtext.stages import classify_stage, stage_main
 from containers.train_maxtext.work import Result, Work, write_json
 from dropforge.cloud.clients import Clients
 
+from .bucket_tokens import lend
 from .shared_checkpoints import SharedCheckpoints
 from .tpu_slice import Slice
 
@@ -99,6 +100,7 @@ def train_on_host(config: dict[str, Any]) -> None:
 
     from containers.train_maxtext.train import initial_weights, train
 
+    lend(Clients())  # before anything opens the bucket
     exchange, inputs = config["exchange"], ray.get(config["inputs"])
     first = jax.process_index() == 0
     with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:

@@ -83,10 +83,16 @@ def test_no_single_fault_breaks_a_promise(fault: str, target: str) -> None:
     assert [f"{fault} at {at}: {problem}" for at, problems in results for problem in problems] == []
 
 
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_a_hostile_trainer_changes_nothing_of_another_run(target: str) -> None:
-    """The honest run has the same states at the same times as beside an honest trainer, and both succeed."""
-    beside_hostile, beside_honest = (run_beside_hostile(target, hostile=hostile) for hostile in (True, False))
+def test_a_hostile_trainer_changes_nothing_of_another_run(target: str, bounded: bool) -> None:
+    """The honest run has the same states at the same times as beside an honest trainer, and both succeed.
+
+    Without a boundary of its token, the trainer only forges objects: proofs make a forgery visible.
+    """
+    beside_hostile, beside_honest = (
+        run_beside_hostile(target, hostile=hostile, bounded=bounded) for hostile in (True, False)
+    )
     acts = list(beside_hostile.of("hostile"))
     assert len(acts) == ACTS
     assert {act.data["victim"] for act in acts} == {second_run(beside_honest)}
@@ -108,6 +114,13 @@ def states(history: History) -> dict[str, str]:
 
 def is_record(name: str) -> bool:
     return name.startswith("runs/") and name.endswith("/record.json")
+
+
+def test_the_checker_finds_a_boundary_that_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A boundary that allows everything lets the hostile container destroy what another run has written."""
+    monkeypatch.setattr("dropforge_local.iam.boundary.Boundary.allows", lambda *_: True)
+    found = hostile_does_nothing(run_beside_hostile())
+    assert {text.split()[2] for _, text in found} & {"create", "delete"}
 
 
 def test_the_checker_finds_a_forged_event_that_was_kept() -> None:

@@ -62,10 +62,9 @@ def assert_containers_hold_what_they_need(state: Path) -> None:
     assert left == NOT_ON_CLOUD_RUN
 
 
-# Cloud Run pulls images, reads secrets and checks callers itself. Only a TPU VM writes a machine's log and status.
+# Cloud Run pulls images, reads secrets and checks callers itself.
 NOT_ON_CLOUD_RUN = {
-    (TRAINER, "machine_objects"), (SERVER, "machine_objects"), (TRAINER, "registry"), (SERVER, "registry"),
-    (TRAINER, "training_secrets"), (SERVER, "endpoint_keys"),
+    (TRAINER, "registry"), (SERVER, "registry"), (TRAINER, "training_secrets"), (SERVER, "endpoint_keys"),
 }  # fmt: skip
 
 

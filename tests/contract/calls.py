@@ -73,13 +73,13 @@ PATHS = {
     r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }
-NO_API = re.compile(r"POST /(slack|channels)/")  # other services need no permission of Google Cloud
+# Other services need no permission of Google Cloud, nor do an account's own tokens.
+NO_API = re.compile(r"POST /(slack|channels)/|POST /v1/token$|GET /computeMetadata/")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "key_objects": re.compile(r"keys/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
-    "machine_objects": re.compile(r"machines/"),
-    "artifact_objects": re.compile(r"(checkpoints|models)/"),
+    "lent_objects": re.compile(r"(checkpoints|models|machines)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}
 ANYWHERE = ("project", "clusters", "own_clusters", "tpus", "traces")  # scopes that mean the whole project

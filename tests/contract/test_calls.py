@@ -219,6 +219,7 @@ def late_and_unknown(user: User) -> None:
         headers = cloud_event(f"google.cloud.storage.object.v1.{change}")
         user.until(partial(call, user, function, event, headers))
     user.publish("dropforge-job-events", STARTED.replace("RUN", run).encode())
+    assert not call(user, "access", {"run": run, "proof": ""})
     assert not call(user, "notify", {"run": run, "execution": "e", "state": "FAILED"})
     assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})
 

@@ -63,6 +63,7 @@ def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     called.append("notify")  # executions of workflows from before 2026-11-24 call it
     triggers = {trigger.name.replace("-", "_"): trigger.function for trigger in stack.triggers()}
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggers.values(), "events"), "sweep": "scheduler"}
+    expected["access"] = "trainer"
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
     assert {name: trigger["function"] for name, trigger in local("_triggers").items()} == triggers
 

@@ -302,7 +302,14 @@ def test_gcloud_accepts_the_commands_of_terraform(applied: Applied, directory: P
 
 
 def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
-    callers = {b["name"]: (b["role"], b["member"]) for b in applied["google_cloud_run_v2_service_iam_member"]}
+    bindings = applied["google_cloud_run_v2_service_iam_member"]
+    callers: dict[str, tuple[str, str]] = {}
+    servers = f"serviceAccount:dropforge-server@{PROJECT}.iam.gserviceaccount.com"
+    for b in bindings:
+        if b["member"] == servers:
+            assert (b["name"], b["role"]) == ("dropforge-access", "roles/run.invoker")
+        else:
+            callers[b["name"]] = (b["role"], b["member"])
     for name in entry_points():
         caller = permissions()["accounts"][name]["called_by"]
         member = f"serviceAccount:dropforge-{caller}@{PROJECT}.iam.gserviceaccount.com"
@@ -315,8 +322,9 @@ def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     conditions = {b["role"].rsplit("/", 1)[1]: b["condition"] for b in applied["google_storage_bucket_iam_member"]}
     (event,) = conditions["dropforge_on_job_event_event_objects"]
     assert event["expression"].startswith(f'resource.name.startsWith("{runs}/runs/") && ')
-    (trainer,) = conditions["dropforge_trainer_artifact_objects"]
-    assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
+    (lent,) = conditions["dropforge_access_lent_objects"]
+    places = [f"{runs}/{prefix}/" for prefix in ("checkpoints", "models", "machines")]
+    assert re.findall(r'startsWith\("([^"]*)"\)', lent["expression"]) == places
 
 
 RUN = "job-0123456789ab"
@@ -336,20 +344,25 @@ OF_CONTAINERS = (f"machines/{RUN}/attempt-1/status.json", f"models/{RUN}/MANIFES
 
 
 def test_no_container_may_write_what_the_control_plane_reads_as_its_own(applied: Applied) -> None:
-    """The conditions of the trainer and the server, evaluated for names that attacks have used."""
-    containers = [
-        f"serviceAccount:dropforge-{role}@{PROJECT}.iam.gserviceaccount.com" for role in ("trainer", "server")
-    ]
+    """The conditions of the account that lends them its token, evaluated for names that attacks have used.
+
+    The containers' own accounts may write nothing in the runs bucket, and the trainer's may not read it.
+    """
+    lender, trainer, server = (
+        f"serviceAccount:dropforge-{name}@{PROJECT}.iam.gserviceaccount.com" for name in ("access", "trainer", "server")
+    )
+    own = {
+        (b["member"], b["role"].rsplit("/", 1)[1])
+        for b in applied["google_storage_bucket_iam_member"]
+        if b["member"] in (trainer, server) and b["bucket"] == stack.RUNS_BUCKET
+    }
+    assert own == {(server, "dropforge_server_readable_objects")}
     bindings = [
         b
         for b in applied["google_storage_bucket_iam_member"]
-        if b["member"] in containers and not b["role"].endswith(("_readable_objects", "roles/storage.objectViewer"))
+        if b["member"] == lender and not b["role"].endswith("_runs_bucket")
     ]
-    assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {
-        "dropforge_trainer_artifact_objects",
-        "dropforge_trainer_machine_objects",
-        "dropforge_server_machine_objects",
-    }
+    assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {"dropforge_access_lent_objects"}
     writable = {name for name in (*CONTROL_PLANE, *OF_CONTAINERS) if any(_allows(b, name) for b in bindings)}
     assert writable == set(OF_CONTAINERS)
 
@@ -468,8 +481,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
                 "key_objects",
                 "run_objects",
                 "event_objects",
-                "machine_objects",
-                "artifact_objects",
+                "lent_objects",
             )
         },
         "specs_bucket": [stack.SPECS_BUCKET],

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -22,18 +23,26 @@ from .conftest import NOOP_CONFIG, RARE_SWEEP_SECONDS, User
 from .targets import PARTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-# What the account of every trainer may do; the test shows that it has no effect on the other run.
+# What every trainer may do; the test shows that it has no effect on the other run.
 ALLOWED = {
-    "write one's own model",
-    "forge the status of another run's machine",
-    "forge a machine of no run",
-    "forge another run's manifest",
-    "forge another run's checkpoint",
-    "forge another run's machine's end",
+    "token: write one's own model",
+    "token: list one's own model",
+    "ask for one's own token",
     "say that another run succeeded",
     "say that another run failed",
     "say that another run preempted",
 }
+REFUSED = ("403", "404", "400")
+# Whoever has the wrong proof does not learn whether there is such a run; a token within a boundary is no access token.
+NOT_FOUND = {
+    "ask for another run's token with one's own proof",
+    "ask for another run's token without a proof",
+    "ask for another run's token with a proof by one's own key",
+    "ask for the token of no run",
+    "widen the run's token",
+}
+PREFIXES = ("models", "checkpoints", "machines")
+LEFT = 4  # the objects of the victim
 
 
 @pytest.fixture
@@ -51,25 +60,34 @@ def user(tmp_path: Path, open_user: Callable[[Path], User], fork_stack: Callable
 def test_a_hostile_container_reaches_nothing_outside_of_its_run(user: User) -> None:
     victim = user.drop(user.spec())
     before = user.wait(victim, "TRAINING")
+    bucket = clients.storage().bucket(user.settings.runs_bucket)
+    left = artifacts(bucket)
+    assert len(left) == LEFT, left
     limits = {"max_attempts": 1}
     runs = {
         kind: user.drop(user.spec(target={"type": kind, **part}, labels={"victim": victim}, limits=limits))
         for kind, part in PARTS.items()
     }
-    bucket = clients.storage().bucket(user.settings.runs_bucket)
     for kind, run in runs.items():
         assert user.wait(run, timeout=PATIENCE_SECONDS).state is RunState.FAILED, kind
         tried = json.loads(bucket.blob(f"models/{run}/tried.json").download_as_bytes())
-        assert {what: answer for what, answer in tried.items() if answer != "403"} == dict.fromkeys(ALLOWED, "done"), (
-            kind
-        )
-        assert len(tried) > 50
+        done = {what: answer for what, answer in tried.items() if answer not in REFUSED}
+        assert done == dict.fromkeys(ALLOWED, "done"), kind
+        assert {what for what, answer in tried.items() if answer != "403" and what not in ALLOWED} == NOT_FOUND, kind
+        assert len(tried) > 400
+    own = tuple(f"{prefix}/{run}/" for prefix in PREFIXES for run in runs.values())
+    assert {name: at for name, at in artifacts(bucket).items() if not name.startswith(own)} == left
     sweep(user)
     after = user.store.record(victim)
     assert (after.state, after.execution, after.history) == (RunState.TRAINING, before.execution, before.history)
     assert len(user.resources(victim)) == 1
     user.publish("dropforge-operations", json.dumps({"cancel": victim}).encode())
     assert user.wait(victim).state is RunState.CANCELLED
+
+
+def artifacts(bucket: Any) -> dict[str, int]:
+    """The objects that containers write, with their generations."""
+    return {blob.name: blob.generation for prefix in PREFIXES for blob in bucket.list_blobs(prefix=f"{prefix}/")}
 
 
 def sweep(user: User) -> None:

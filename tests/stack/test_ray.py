@@ -25,10 +25,17 @@ HOSTS = 2
 ROOT = Path(__file__).resolve().parents[2]
 READ_WEIGHTS = "import sys; from containers.train_ray.train import read_weights; read_weights(sys.argv[1])"
 WRITE_AND_READ = """
-import sys, tensorstore
+import sys
+from containers.train_ray.bucket_tokens import lend
+from dropforge.cloud.clients import Clients
+lend(Clients())
+import fsspec, tensorstore
 bucket = tensorstore.KvStore.open(sys.argv[1]).result()
 bucket.write("d/part", b"weights").result()
+bucket.write("d/part", b"weights").result()  # replaces the object
 print(bucket.read("d/part").result().value.decode())
+files = fsspec.filesystem("gcs")
+print([name.rpartition("/")[2] for name in files.ls(sys.argv[1] + "d")], files.cat(sys.argv[1] + "d/part"))
 """
 
 
@@ -57,22 +64,20 @@ def test_preempted_hosts_and_head_are_replaced_within_the_attempt(user: User) ->
     assert_clean(user, run)
 
 
-def test_tensorstore_reaches_the_bucket_as_the_account_of_the_host(user: User, maxtext_environment: Path) -> None:
-    """Orbax uses TensorStore, which sends a token to emulators, too. MaxText calls a refusal a missing checkpoint."""
+def test_orbax_reaches_the_bucket_with_the_token_of_the_run(user: User, maxtext_environment: Path) -> None:
+    """Orbax uses TensorStore and gcsfs. MaxText calls a refusal a missing checkpoint."""
     run = user.drop(user.spec("hang", target=TARGET))
     user.wait(run, "TRAINING")
     environment = next(filter(None, (environment_of(process, run) for process in psutil.process_iter())))
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'functions'}"
     command = [str(maxtext_environment / "bin" / "python"), "-c", WRITE_AND_READ]
-    for folder, is_its_own in ((f"checkpoints/{run}/maxtext", True), (f"runs/{run}", False)):
+    places = (f"checkpoints/{run}/maxtext", "checkpoints/job-0123456789ab/maxtext", f"runs/{run}")
+    for folder, is_its_own in zip(places, (True, False, False), strict=True):
         uri = f"gs://{user.settings.runs_bucket}/{folder}/"
         done = subprocess.run([*command, uri], env=environment, capture_output=True, text=True)
-        assert (done.stdout == "weights\n") is is_its_own, done.stderr
+        assert (done.stdout == "weights\n['part'] b'weights'\n") is is_its_own, (done.stdout, done.stderr)
         assert is_its_own or "PERMISSION_DENIED" in done.stderr
-    refused = {
-        **environment,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "of-another-stack",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
-    }
+    refused = {**environment, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "of-another-stack"}
     done = subprocess.run([command[0], "-c", READ_WEIGHTS, uri], env=refused, capture_output=True, text=True)
     assert "PERMISSION_DENIED: Request had invalid authentication credentials" in done.stderr
     user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())

@@ -93,6 +93,11 @@ def open_object(run: str) -> str:
     return f"{OPEN_PREFIX}{run}"
 
 
+def run_prefix(run: str) -> str:
+    """What the control plane keeps about a run."""
+    return f"runs/{run}/"
+
+
 def record_object(run: str) -> str:
     return f"runs/{run}/record.json"
 

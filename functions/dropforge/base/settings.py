@@ -45,6 +45,7 @@ class Settings:
     otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": none gets it
     operations_topic: str = ""  # of operators, who may cancel any run
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
+    access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
 
     @property

@@ -8,6 +8,7 @@ module does.
     TPU_EMULATOR_HOST              http://host:port
     COMPUTE_EMULATOR_HOST          http://host:port
     SECRET_MANAGER_EMULATOR_HOST   http://host:port
+    STS_EMULATOR_HOST              http://host:port   (the Security Token Service)
     WORKFLOWS_EMULATOR_HOST        host:port          (gRPC: the executions client has no REST transport)
     SLACK_EMULATOR_HOST            http://host:port   (the Web API; a webhook is a whole URL in its secret)
     GITHUB_EMULATOR_HOST           http://host:port/path
@@ -34,6 +35,9 @@ from .hub import Hub
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
 TELEMETRY_API = "https://telemetry.googleapis.com"
+
+_ACCESS_TOKEN = "urn:ietf:params:oauth:token-type:access_token"
+_SHORTEST_SECONDS = 240  # google-auth renews a token when it has less than 225 s left
 
 _SILENT = logging.getLogger(f"{__name__}.slack")  # the SDK logs the webhook's URL, which is a secret
 _SILENT.disabled = True
@@ -69,16 +73,71 @@ class Clients:
 
     @_once
     def storage(self) -> Any:
-        """google.cloud.storage.Client."""
+        """google.cloud.storage.Client. In a container of a run, it has the run's own token for the runs bucket."""
         from google.cloud import storage
 
         # Otherwise the client reads the bucket metadata for tracing after each 404: one more thread and request.
         os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+        if (run := self.run_credentials()) is not None:
+            return storage.Client(project=self._project(), credentials=run, _http=self._run_session(run))
         if self.environment.get("STORAGE_EMULATOR_HOST"):
             from .sessions import loopback_session
 
             return storage.Client(project=self._project(), credentials=_anonymous(), _http=loopback_session())
         return storage.Client(project=self._project(), credentials=self._credentials(), _http=self._google())
+
+    @_once
+    def run_credentials(self) -> Any:
+        """RunCredentials in a container that has access to the objects of its run; None elsewhere."""
+        from .run_access import RunCredentials, has_access
+
+        if not has_access(self.environment):
+            return None
+        own = _anonymous() if self.environment.get("STORAGE_EMULATOR_HOST") else self._credentials()
+        return RunCredentials(self.environment, own)
+
+    def run_token(self) -> tuple[str, int]:
+        """The present token of the run's credentials, and its seconds to live. Raises GoogleAuthError."""
+        token, seconds = self.run_credentials().present(self._run_request())
+        return token, seconds
+
+    def _run_session(self, credentials: Any) -> Any:
+        from .sessions import GoogleSession
+
+        session = GoogleSession(credentials, auth_request=self._run_request())  # type: ignore[call-arg]
+        session.trust_env = not self.environment.get("STORAGE_EMULATOR_HOST")
+        return session
+
+    def _run_request(self) -> Any:
+        """What asks for tokens; on the local stack, the metadata server and the functions are on loopback."""
+        from google.auth.transport.requests import Request
+
+        from .sessions import loopback_session
+
+        return Request(loopback_session() if self.environment.get("STORAGE_EMULATOR_HOST") else None)
+
+    def bounded_token(self, boundary: Mapping[str, Any]) -> tuple[str, int]:
+        """An access token of this process's account within a Credential Access Boundary, and its seconds to live.
+
+        https://cloud.google.com/iam/docs/downscoping-short-lived-credentials. Raises GoogleAuthError.
+        """
+        from google.auth.transport.requests import Request
+        from google.oauth2.sts import Client
+
+        from .sessions import loopback_session
+
+        emulator = self.environment.get("STS_EMULATOR_HOST")
+        service = Client(f"{emulator or 'https://sts.googleapis.com'}/v1/token")
+        answer = service.exchange_token(
+            Request(loopback_session()) if emulator else Request(),
+            "urn:ietf:params:oauth:grant-type:token-exchange",
+            self._bearer()(),
+            _ACCESS_TOKEN,
+            requested_token_type=_ACCESS_TOKEN,
+            additional_options=boundary,
+        )
+        # Without expires_in, the token lives as long as the token it was made of, which is valid for minutes at least.
+        return str(answer["access_token"]), int(answer.get("expires_in", _SHORTEST_SECONDS))
 
     @_once
     def publisher(self) -> Any:

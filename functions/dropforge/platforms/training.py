@@ -18,6 +18,8 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
+from dropforge.cloud.run_access import BUCKET_VARIABLE, REQUEST_VARIABLE, URL_VARIABLE
+from dropforge.run.proof import ACCESS_NAME, proof
 from dropforge.run.proof import VARIABLE as KEY_VARIABLE
 from dropforge.run.record import Record
 from dropforge.spec import JobSpec
@@ -128,16 +130,29 @@ def container_variables(launch: Launch) -> dict[str, str]:
         "DROPFORGE_PROJECT": settings.project,
         "DROPFORGE_RUN": launch.run,
         "DROPFORGE_ATTEMPT": str(launch.attempt),
-        "DROPFORGE_RUNS_BUCKET": settings.runs_bucket,
+        BUCKET_VARIABLE: settings.runs_bucket,
         "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
         "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
         **key_variable(launch.key),
+        **access_variables(launch.run, settings, launch.key),
     }
 
 
 def key_variable(key: str) -> dict[str, str]:
     """The variable by which a container of a run proves that it belongs to the run."""
     return {KEY_VARIABLE: key} if key else {}
+
+
+def access_variables(run: str, settings: Settings, key: str) -> dict[str, str]:
+    """The variables by which a container of a run gets access to the run's objects (stages/access.py)."""
+    if not key or not settings.access_url:
+        return {}
+    request = {"run": run, "proof": proof(key, ACCESS_NAME, run.encode())}
+    return {
+        BUCKET_VARIABLE: settings.runs_bucket,
+        URL_VARIABLE: settings.access_url,
+        REQUEST_VARIABLE: json.dumps(request),
+    }
 
 
 def run_labels(launch: Launch) -> dict[str, str]:

@@ -18,7 +18,8 @@ from typing import Any
 
 VARIABLE = "DROPFORGE_RUN_KEY"  # in the environment of every container of the run
 PROOF = "proof"  # the attribute of a job event's message, and the field of a JSON document
-EVENT_NAME = "job-event"  # stands for the name of the object in the proof of a job event
+# These stand for the name of the object: in the proof of a job event, and in that of a request for access.
+EVENT_NAME, ACCESS_NAME = "job-event", "access"
 
 
 def new_key(chance: Random) -> str:
@@ -35,7 +36,9 @@ def is_proved(key: str, name: str, content: bytes, claimed: object) -> bool:
     """Whether `claimed` is the proof of the content. Everything is proved for a run without a key."""
     if not key:
         return True
-    return isinstance(claimed, str) and hmac.compare_digest(proof(key, name, content).encode(), claimed.encode())
+    if not isinstance(claimed, str) or not claimed.isascii():  # JSON may have half a surrogate pair, which has no bytes
+        return False
+    return hmac.compare_digest(proof(key, name, content).encode(), claimed.encode())
 
 
 def with_proof(key: str, name: str, document: Mapping[str, Any]) -> bytes:

@@ -110,7 +110,10 @@ class RunStore:
 
     def key(self, run: str) -> str:
         """The run's key (run/proof.py), which never changes; "" for a run that was accepted before there were keys."""
-        return self._key(run)
+        try:
+            return self._key(run)
+        except NotFound:  # not remembered: the run may be accepted, and get its key, later
+            return ""
 
     def ledger(self, run: str) -> Ledger:
         """The present ledger of a run; empty if it has no ledger. Raises Malformed."""
@@ -333,10 +336,7 @@ class RunStore:
         return int(blob.generation)
 
     def _read_key(self, run: str) -> str:
-        try:
-            return self.read(names.key_object(run)).data.decode("ascii")
-        except NotFound:
-            return ""
+        return self.read(names.key_object(run)).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
         name = names.spec_object(run)

@@ -137,6 +137,14 @@ class CancelWins(Answer):
     state: RunState
 
 
+class Granted(Answer):
+    """A token of Cloud Storage for the containers of a run, and its seconds to live. No log line has it."""
+
+    status = "GRANTED"
+    access_token: str
+    expires_in: int
+
+
 class Swept(Answer):
     """The result of a sweep: names of resources, ids of runs, and descriptions of problems."""
 

@@ -24,6 +24,7 @@ from google.auth.exceptions import GoogleAuthError
 
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 PREFIX = "dropforge-local"
+BOUNDED = "bounded"  # the kind of an access token within a Credential Access Boundary, which is its audience, as JSON
 ISSUER: Final = "https://accounts.google.com"
 LIFETIME_SECONDS: Final = 3600  # of Google's identity tokens
 REUSE_SECONDS: Final = 300  # calls within this time get the same token, as from Google's metadata server

@@ -20,6 +20,8 @@ from typing import Any
 import grpc
 from aiohttp import web
 
+from .identity import BOUNDED, Identity
+
 HEADER = "x-dropforge-caller"
 LOOPBACK = ("127.0.0.1", "localhost")
 FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
@@ -34,11 +36,13 @@ caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="
 class Recorder:
     """Writes a line of JSON for each call: caller, call, status, and facts that decide which permission it needs.
 
-    It never writes a sent value, because secrets are sent too: only names of fields, and service accounts.
+    It never writes a sent value, because secrets are sent too: only names of fields, and service accounts. `identity`
+    tells the function that has lent a container its token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, identity: Identity | None = None) -> None:
         self._file = path.open("a", buffering=1)
+        self._identity = identity
 
     def note(self, caller: str, call: str, status: int = 200, **facts: Any) -> None:
         self._file.write(json.dumps({"caller": caller, "call": call, "status": status, **facts}) + "\n")
@@ -64,7 +68,7 @@ class Recorder:
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
             port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
-            name = request.headers.get(HEADER) or callers.get(port)
+            name = self._lender(request.headers) or request.headers.get(HEADER) or callers.get(port)
             if not name:
                 return await handler(request)
             # The body of an upload is a stream, and may be large.
@@ -79,6 +83,11 @@ class Recorder:
             return response
 
         return record
+
+    def _lender(self, headers: Mapping[str, str]) -> str:
+        """The function whose account a token within a boundary has; "" for another token."""
+        claims = self._identity.claims(headers) if self._identity else None
+        return claims.caller if claims and claims.kind == BOUNDED else ""
 
     def interceptor(self, endpoint: str) -> grpc.aio.ServerInterceptor:
         """An interceptor for the gRPC server of the caller `endpoint`."""

@@ -283,7 +283,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def hostile_does_nothing(history: History) -> Iterator[tuple[float, str]]:
-    """No function keeps a forged job event, and nothing is written about a run that nobody has."""
+    """No function keeps a forged job event, and nothing is written about a run that nobody has.
+
+    A hostile container may read, list, replace and delete nothing outside of its run.
+    """
+    for act in history.of("hostile"):
+        if act.data.get("allowed") and not act.data["name"].startswith(forgeries.places(act.data["run"])):
+            yield act.time, f"{act.data['run']} may {act.data['does']} {act.data['name']}"
     for fact in history.of("write"):
         if forgeries.is_kept(fact.data["name"]):
             yield fact.time, f"{fact.data['name']} was written because of a forgery"

@@ -12,6 +12,11 @@ BASE = {"uri": "forged", "revision": "0"}  # the base model of forged manifests
 _EVENT = re.compile(r"runs/[^/]+/events/\d+-(\d+)-[^/]+")
 
 
+def places(run: str) -> tuple[str, ...]:
+    """The prefixes below which only containers of a run write."""
+    return tuple(f"{prefix}/{run}/" for prefix in ("models", "checkpoints", "machines"))
+
+
 def is_forged(manifest: dict[str, Any]) -> bool:
     """Whether a hostile trainer wrote a manifest."""
     return manifest.get("base") == BASE

@@ -1,7 +1,10 @@
-"""A hostile training container: it forges objects and job events about other runs, with all that its account may do.
+"""A hostile training container: it attacks the objects of other runs with all that its token may do, and forges objects
+and job events, which it proves with the key of its own run.
 
-It proves what it forges with the key of its own run. It does not destroy what another run has written, because nothing
-prevents that (docs/security.md, Not defended).
+In some seeds the token has the boundary that the function `access` sets: the container tries to read, list, replace,
+delete and write ahead what other runs write. In the others, a container has somehow got a token without a boundary: it
+forges objects about other runs, which no function may take for theirs. It does not destroy objects there, because a
+proof cannot prevent that.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ from typing import Any
 
 from dropforge.run.events import MAX_JOB_EVENT_BYTES
 from dropforge.run.proof import with_proof
+from dropforge.spec import JobSpec
+from dropforge.stages.access import boundary
+from dropforge_local.iam.boundary import Boundary
+from dropforge_local.iam.policy import described
 
+from . import forgeries
 from .events import Events
 from .forgeries import BASE, FIRST_SEQUENCE, NOBODY
 from .manifests import manifest
@@ -22,8 +30,10 @@ from .world import World
 
 # Last digits of the seeds whose training containers are hostile. Kept seeds that revealed a defect end in other digits.
 SEEDS = (2, 8)
+UNBOUNDED = 8  # of these, the last digit of the seeds whose hostile containers have a token without a boundary
 ACTS = 6  # of an attempt
 WITHIN_SECONDS = 200.0
+LIST_PREFIX = "storage.googleapis.com/objectListPrefix"
 
 
 def is_due(world: World) -> bool:
@@ -31,11 +41,25 @@ def is_due(world: World) -> bool:
     return world.strike is None and world.history.seed % 10 in SEEDS
 
 
+def is_bounded(world: World) -> bool:
+    """Whether the tokens of this life's hostile trainers have the boundary that the function `access` sets."""
+    return world.history.seed % 10 != UNBOUNDED
+
+
 class Hostile:
     """The acts of one attempt, drawn from a source of its own: other seeds keep their histories."""
 
     def __init__(
-        self, world: World, storage: Storage, events: Events, bucket: str, run: str, attempt: int, key: str
+        self,
+        world: World,
+        storage: Storage,
+        events: Events,
+        bucket: str,
+        run: str,
+        attempt: int,
+        key: str,
+        *,
+        bounded: bool,
     ) -> None:
         self._world = world
         self._storage = storage
@@ -44,6 +68,7 @@ class Hostile:
         self._run = run
         self._attempt = attempt
         self._key = key
+        self._boundary = Boundary(boundary(bucket, run, self._spec(), is_server=False)) if bounded else None
         self._draw = random.Random(f"hostile {world.history.seed} {run} {attempt}")
 
     def begin(self, others: Callable[[], list[str]], is_over: Callable[[], bool]) -> None:
@@ -52,13 +77,43 @@ class Hostile:
         def act() -> None:
             if not is_over():
                 victim = self._draw.choice(others() or [NOBODY])
-                self._draw.choice((self._forge_object, self._forge_event))(victim)
+                on_objects = self._forge_object if self._boundary is None else self._attack_object
+                self._draw.choice((on_objects, self._forge_event))(victim)
 
         for _ in range(ACTS):
             self._world.after(self._draw.uniform(0, WITHIN_SECONDS), act)
 
+    def _spec(self) -> JobSpec:
+        return JobSpec.model_validate_json(self._storage.get(self._bucket, f"runs/{self._run}/spec.json").data)
+
+    def _attack_object(self, victim: str) -> None:
+        """Replace, delete, read or list what another run has written, or write what it may write next."""
+        ahead = (
+            f"models/{victim}/MANIFEST.json",
+            f"models/{victim}/attempt-{self._present_attempt(victim) + 1}/model/config.json",
+            f"machines/{victim}/attempt-{self._present_attempt(victim)}/status.json",
+            f"checkpoints/{victim}/step-00000001/_COMPLETE",
+            f"runs/{victim}/record.json",
+            f"keys/{victim}",
+        )
+        stored = self._storage.objects[self._bucket]
+        written = [name for name in stored if name.startswith(forgeries.places(victim))]
+        does = self._draw.choice(("create", "delete", "get", "list"))
+        name = self._draw.choice(sorted({*written, *ahead}))
+        place = f"projects/_/buckets/{self._bucket}"
+        resource, attributes = f"{place}/objects/{name}", {}
+        if does == "list":
+            resource, attributes = place, {LIST_PREFIX: name.partition("/")[0] + self._draw.choice(("/", f"/{victim}"))}
+        assert self._boundary is not None, "the caller has looked"
+        allowed = self._boundary.allows(f"storage.objects.{does}", described(resource, attributes))
+        self._world.fact("hostile", run=self._run, victim=victim, name=name, does=does, allowed=allowed)
+        if allowed and does == "create":
+            self._storage.put(self._bucket, name, b"{}")
+        elif allowed and does == "delete" and name in stored:
+            self._storage.remove(self._bucket, name)
+
     def _forge_object(self, victim: str) -> None:
-        """Write an object where the trainer's account may write: below checkpoints/, models/ and machines/."""
+        """Write an object where a token without a boundary may write: below checkpoints/, models/ and machines/."""
         resource = f"projects/chaos-project/locations/us-central1/jobs/df-{victim}-a1"
         entry = {"kind": "run.googleapis.com/Job", "name": resource, "attempt": 1, "state": "created"}
         ledger = {"run": victim, "entries": [{**entry, "intended": "2026-01-01T00:00:00Z"}]}

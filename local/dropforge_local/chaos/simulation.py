@@ -80,13 +80,17 @@ def run_alone(spec: dict[str, Any], work: Work, cancel_after: float | None = Non
     return _live(world, cloud, START + SETTLE_SECONDS)
 
 
-def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True) -> History:
-    """The history of two runs without any fault. The trainer of the first one is hostile, unless `hostile` is False."""
+def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True, bounded: bool = True) -> History:
+    """The history of two runs without any fault. The trainer of the first one is hostile, unless `hostile` is False.
+
+    `bounded`: its token has the boundary that the function `access` sets.
+    """
     world = World(0, Strike(0, ""))
     cloud = Cloud(world, clusters([target]))
     workload = Workload(world, cloud, [target])
     workload.begin_pair()
     cloud.trainer.is_hostile = lambda run: hostile and run == workload.dropped[0]
+    cloud.trainer.is_bounded = bounded
     world.calm = START + 3600
     return _live(world, cloud, world.calm + 3600)
 

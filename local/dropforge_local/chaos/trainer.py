@@ -57,6 +57,7 @@ class Trainer:
         self.bucket = bucket
         self.work: dict[str, Work] = {}
         self.is_hostile: Callable[[str], bool] = lambda run: hostile.is_due(world)
+        self.is_bounded = hostile.is_bounded(world)
 
     def start(self, container: Container) -> None:
         """Start the container's command."""
@@ -64,7 +65,14 @@ class Trainer:
         attempt.begin()
         if self.is_hostile(attempt.run):
             acts = hostile.Hostile(
-                self.world, self.storage, self.events, self.bucket, attempt.run, attempt.number, attempt.key
+                self.world,
+                self.storage,
+                self.events,
+                self.bucket,
+                attempt.run,
+                attempt.number,
+                attempt.key,
+                bounded=self.is_bounded,
             )
             acts.begin(lambda: sorted(set(self.work) - {attempt.run}), container.is_over)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dropforge_local.base.errors import ApiError
-from dropforge_local.base.identity import Identity
+from dropforge_local.base.identity import BOUNDED, Identity
 from dropforge_local.base.recording import FUNCTIONS, HEADER
 
+from .boundary import boundary_of
 from .policy import Account, Policy, current
 
 OWN_PATHS = ("/_local/", "/slack/_", "/slack/messages", "/channels/_", "/channels/messages", "/telemetry/")
@@ -53,6 +54,8 @@ class Callers:
                     "Request had invalid authentication credentials: the token is not one of this local stack. Send no "
                     "token, or the one in DROPFORGE_EMULATOR_TOKEN.",
                 )
+            if claims.kind == BOUNDED:
+                return self.named(claims.caller).within(boundary_of(claims.audience))
             name = claims.caller
         if name == FUNCTIONS:
             name = headers.get(HEADER) or FUNCTIONS

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from dropforge_local.base.errors import ApiError
 
+from .boundary import Boundary
 from .conditions import Predicate, Resource, Unsupported, compile_condition
+from .roles import ROLES_FILE, known_roles
 from .terraform import Binding, Configuration
 
-ROLES_FILE = Path(__file__).with_name("roles.yaml")
 _PREFIX = "serviceAccount:"
 
 
@@ -38,7 +36,7 @@ class _Grant:
     def allows(self, resource: str, attributes: Mapping[str, Any] | None) -> bool:
         if not self.covers(resource):
             return False
-        return self.condition is None or self.condition(_described(resource, attributes))
+        return self.condition is None or self.condition(described(resource, attributes))
 
 
 class Account:
@@ -74,10 +72,24 @@ class Account:
         message = f"{denied} The account is {self.email}.{self.notes(permission, resource)}"
         raise ApiError("PERMISSION_DENIED", message, [detail])
 
+    def within(self, boundary: Boundary) -> Account:
+        """The account as a token within a Credential Access Boundary has it: both must allow a call."""
+        return _Bounded(self, boundary)
+
     def notes(self, permission: str, resource: str) -> str:
         """Why conditions of bindings that would grant the permission do not hold here; "" without such bindings."""
         grants = self._grants.get(permission, ())
         return "".join(sorted({f" {grant.note}" for grant in grants if grant.note and grant.covers(resource)}))
+
+
+class _Bounded(Account):
+    def __init__(self, account: Account, boundary: Boundary) -> None:
+        super().__init__(account.email, account._grants, frozenset())
+        self._boundary = boundary
+
+    def may(self, permission: str, resource: str = "", attributes: Mapping[str, Any] | None = None) -> bool:
+        is_granted = super().may(permission, resource, attributes)
+        return is_granted and self._boundary.allows(permission, described(resource, attributes))
 
 
 current: contextvars.ContextVar[Account | None] = contextvars.ContextVar("account", default=None)
@@ -122,12 +134,6 @@ class Policy:
         return sorted(email for email, account in self._accounts.items() if account.may(permission, resource))
 
 
-def known_roles() -> dict[str, frozenset[str]]:
-    """The permissions of Google's predefined roles, as far as roles.yaml lists them."""
-    listed = yaml.safe_load(ROLES_FILE.read_text())["roles"]
-    return {role: frozenset(permissions) for role, permissions in listed.items()}
-
-
 def _grant(binding: Binding, named: frozenset[str]) -> _Grant:
     covers = _covers(binding.resource, named)
     if not binding.condition:
@@ -161,7 +167,7 @@ def _covers(resource: str, named: frozenset[str]) -> Callable[[str], bool]:
     return is_other
 
 
-def _described(name: str, attributes: Mapping[str, Any] | None) -> Resource:
+def described(name: str, attributes: Mapping[str, Any] | None) -> Resource:
     """A resource with the type and the service that conditions see."""
     if not name.startswith("projects/_/buckets/"):
         return Resource(name, attributes=attributes)

@@ -89,6 +89,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "GKE_EMULATOR_HOST": http,
         "TPU_EMULATOR_HOST": http,
         "COMPUTE_EMULATOR_HOST": http,
+        "STS_EMULATOR_HOST": http,
         "WORKFLOWS_EMULATOR_HOST": grpc,
         "SLACK_EMULATOR_HOST": http,
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",

@@ -84,6 +84,7 @@ from .deployment import (
 )
 from .functions_host import entry_points
 from .functions_process import FunctionsProcess
+from .tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Stack:
         self.identity = Identity(_secret(state))
         self.functions_url = functions.url
         self._functions = functions
-        self.recorder = Recorder(state / FILE) if self.config.record else None
+        self.recorder = Recorder(state / FILE, self.identity) if self.config.record else None
         self.callers = self._callers()
         self._build()
         is_open = self.config.users == ALL
@@ -132,7 +133,7 @@ class Stack:
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.telemetry,
             self.compute, self.tpu, self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash,
-            Certificates(self.identity),
+            Certificates(self.identity), Tokens(self.identity, _caller_of),
         ]  # fmt: skip
 
     def _build_services(self) -> None:
@@ -181,6 +182,7 @@ class Stack:
             self._host("vms", self._machine_environment),
             disks=self.compute.disks,
             token=lambda scope, account: self.identity.token("OAuth2", scope, _caller_of(account)),
+            identity=lambda audience, account: self.identity.token("OIDC", audience, _caller_of(account), account),
             config=TpuConfig(**self.config.tpu),
         )
 
@@ -236,6 +238,7 @@ class Stack:
     def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to use this stack."""
         shared = deployment.environment(*self._server.addresses(caller), self._token(caller))
+        shared["DROPFORGE_ACCESS_URL"] = f"{self.functions_url}access"
         # Secrets hold whole URLs of webhooks, which are the same for every caller.
         return {**shared, "WEBHOOK_EMULATOR_HOST": self._server.url, **self.config.settings}
 
@@ -248,10 +251,12 @@ class Stack:
         return self.identity.token("OAuth2", CLOUD_PLATFORM, caller)
 
     def _platform_environment(self, account: str) -> dict[str, str]:
-        """Stands for the metadata server in every container: the addresses of the APIs, and a token, for its service
-        account."""
+        """The addresses of the APIs and of the metadata server, and a token, for the service account of a container."""
         caller = _caller_of(account)
-        return deployment.libraries_environment(*self._server.addresses(caller), self._token(caller))
+        http, grpc = self._server.addresses(caller)
+        metadata = http.removeprefix("http://")
+        shared = deployment.libraries_environment(http, grpc, self._token(caller))
+        return {**shared, "GCE_METADATA_HOST": metadata, "GCE_METADATA_IP": metadata}
 
     def _machine_environment(self, account: str) -> dict[str, str]:
         """Like `_platform_environment`, for TPU machines, whose script publishes over REST."""
@@ -305,7 +310,7 @@ class Stack:
         if self.callers is None:
             return None
         functions = entry_points()
-        callers = (EVENTS, SCHEDULER, WORKFLOWS, *functions)
+        callers = (EVENTS, SCHEDULER, WORKFLOWS, *ROLES.values(), *functions)
         services = {name: deployment.function_service(name) for name in functions}
         return {
             name: [caller for caller in callers if self.callers.named(caller).may(INVOKE, service)]

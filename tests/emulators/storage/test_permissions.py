@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from google.api_core.exceptions import Forbidden, NotFound, PreconditionFailed, 
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
+from dropforge.stages.access import boundary
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
-from dropforge_local.base.identity import Identity
+from dropforge_local.base.identity import BOUNDED, Identity
 from dropforge_local.base.recording import FUNCTIONS, HEADER, SERVER, TRAINER
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.storage import StorageEmulator
@@ -57,6 +60,27 @@ def at(server: Server) -> Callable[..., storage.Client]:
     return at
 
 
+Bounded = Callable[..., storage.Client]
+RUN, OTHER = "job-0123456789ab", "job-fedcba987654"
+
+
+@pytest.fixture
+def bounded(server: Server) -> Bounded:
+    """Google's client with the token that the function `access` gives the containers of a run."""
+
+    def bounded(run: str, *, is_server: bool = False, source: str = "google/gemma-2b") -> storage.Client:
+        spec = SimpleNamespace(
+            model=SimpleNamespace(source=source), dataset=SimpleNamespace(source="rows"), evaluation=None
+        )
+        session = requests.Session()
+        rules = json.dumps(boundary(RUNS, run, spec, is_server=is_server))  # type: ignore[arg-type]
+        session.headers["Authorization"] = f"Bearer {IDENTITY.token(BOUNDED, rules, 'access')}"
+        url = server.addresses(TRAINER)[0]
+        return storage.Client("p", AnonymousCredentials(), _http=session, client_options={"api_endpoint": url})
+
+    return bounded
+
+
 def write(client: storage.Client, name: str, bucket: str = RUNS, **options: Any) -> None:
     client.bucket(bucket).blob(name).upload_from_string("x", retry=None, **options)
 
@@ -64,8 +88,8 @@ def write(client: storage.Client, name: str, bucket: str = RUNS, **options: Any)
 @pytest.mark.parametrize(
     ("caller", "function", "allowed", "refused"),
     [
-        (TRAINER, "", "models/r/a", "runs/r/record.json"),
-        (TRAINER, "", "checkpoints/r/a", "runs/open/r"),
+        (FUNCTIONS, "access", "models/r/a", "runs/r/record.json"),
+        (FUNCTIONS, "access", "checkpoints/r/a", "runs/open/r"),
         (FUNCTIONS, "notify", "runs/r/record.json", "models/r/a"),
         (FUNCTIONS, "on_job_event", "runs/r/events/1.json", "runs/r/record.json"),
     ],
@@ -110,7 +134,7 @@ def test_a_multipart_upload_needs_googles_permissions(server: Server, method: st
     assert requests.request(method, f"{server.url}/{path}", timeout=60).status_code in (200, 404)
 
 
-READ_KEYS = {"on_job_event", "provision", "inspect", "deploy"}
+READ_KEYS = {"access", "on_job_event", "provision", "inspect", "deploy"}
 WRITE_KEYS = {"on_spec_uploaded", "on_spec_message", "sweep"}
 
 
@@ -128,25 +152,101 @@ def test_the_keys_of_runs_are_for_functions_that_need_them(at: Callable[..., sto
             writes.add(function or caller)
     assert reads == {(function, 1) for function in READ_KEYS}
     assert writes == WRITE_KEYS
-    assert list(at(TRAINER).list_blobs(RUNS, prefix="keys/"))  # the names are the runs' ids, which are no secret
+    assert list(at(SERVER).list_blobs(RUNS, prefix="keys/"))  # the names are the runs' ids, which are no secret
 
 
-def test_each_part_of_a_batch_is_checked(at: Callable[..., storage.Client]) -> None:
-    owner, trainer, name = at(""), at(TRAINER), uuid.uuid4().hex
-    for prefix in ("runs/", "models/"):
-        write(owner, prefix + name)
+def test_each_part_of_a_batch_is_checked(at: Callable[..., storage.Client], bounded: Bounded) -> None:
+    owner, trainer, name = at(""), bounded(RUN), uuid.uuid4().hex
+    places = (f"models/{RUN}/{name}", f"models/{OTHER}/{name}")
+    for place in places:
+        write(owner, place)
     batch = trainer.batch()
     batch.__enter__()
-    for prefix in ("models/", "runs/"):
-        trainer.bucket(RUNS).blob(prefix + name).delete()
+    for place in places:
+        trainer.bucket(RUNS).blob(place).delete()
     with pytest.raises(Forbidden):
         batch.__exit__(None, None, None)
-    assert [owner.bucket(RUNS).blob(prefix + name).exists() for prefix in ("runs/", "models/")] == [True, False]
+    assert [owner.bucket(RUNS).blob(place).exists() for place in places] == [False, True]
+
+
+@pytest.mark.parametrize("prefix", ["models", "checkpoints", "machines"])
+def test_a_token_of_a_run_reaches_the_objects_of_its_run(
+    at: Callable[..., storage.Client], bounded: Bounded, prefix: str
+) -> None:
+    client, name = bounded(RUN), f"{prefix}/{RUN}/{uuid.uuid4().hex}"
+    blob = client.bucket(RUNS).blob(name)
+    with pytest.raises(NotFound):  # the library takes a 404 for "not there yet", and a 403 for a failure
+        blob.reload(retry=None)
+    write(client, name)
+    write(client, name)
+    assert blob.download_as_bytes(retry=None) == b"x"
+    if prefix != "machines":  # no container lists these
+        assert name in [found.name for found in client.list_blobs(RUNS, prefix=f"{prefix}/{RUN}/", retry=None)]
+    blob.delete(retry=None)
+    for caller in (TRAINER, SERVER):
+        with pytest.raises(Forbidden):
+            write(at(caller), name)
+
+
+def test_a_token_of_a_run_reaches_no_other_run(at: Callable[..., storage.Client], bounded: Bounded) -> None:
+    client, owner, leaf = bounded(RUN), at(""), uuid.uuid4().hex
+    for place in (f"models/{OTHER}/", f"checkpoints/{OTHER}/", f"machines/{OTHER}/", f"runs/{OTHER}/", "keys/"):
+        blob = client.bucket(RUNS).blob(place + leaf)
+        write(owner, blob.name)
+        for work in (
+            lambda blob=blob: blob.download_as_bytes(retry=None),
+            lambda blob=blob: blob.delete(retry=None),
+            lambda blob=blob: write(client, blob.name),
+            lambda blob=blob: write(client, f"{blob.name}-new", if_generation_match=0),
+            lambda place=place: list(client.list_blobs(RUNS, prefix=place, retry=None)),
+        ):
+            with pytest.raises(Forbidden):
+                work()
+    for prefix in ("", "models/", f"models/{RUN}"):
+        with pytest.raises(Forbidden):
+            list(client.list_blobs(RUNS, prefix=prefix, retry=None))
+
+
+def test_a_server_only_reads_the_model(at: Callable[..., storage.Client], bounded: Bounded) -> None:
+    client, leaf = bounded(RUN, is_server=True), uuid.uuid4().hex
+    write(at(""), f"models/{RUN}/{leaf}")
+    assert client.bucket(RUNS).blob(f"models/{RUN}/{leaf}").download_as_bytes(retry=None) == b"x"
+    write(client, f"machines/{RUN}/serve/{leaf}")
+    for place in (f"models/{RUN}/", f"checkpoints/{RUN}/"):
+        with pytest.raises(Forbidden):
+            write(client, place + leaf)
+
+
+def test_the_models_that_a_spec_names_may_be_read(at: Callable[..., storage.Client], bounded: Bounded) -> None:
+    client, leaf = bounded(RUN, source=f"gs://{RUNS}/models/{OTHER}/attempt-1/model"), uuid.uuid4().hex
+    blob = client.bucket(RUNS).blob(f"models/{OTHER}/{leaf}")
+    write(at(""), blob.name)
+    assert blob.download_as_bytes(retry=None) == b"x"
+    with pytest.raises(Forbidden):
+        write(client, blob.name)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"gs://{RUNS}/keys/{OTHER}/x",
+        f"gs://{RUNS}/runs/{OTHER}/record.json",
+        f"gs://{RUNS}/models/",
+        f"gs://{RUNS}/models/') || true || resource.name.startsWith('/x",
+        f"gs://other/models/{OTHER}/x",
+    ],
+)
+def test_no_other_source_widens_the_token(at: Callable[..., storage.Client], bounded: Bounded, source: str) -> None:
+    client = bounded(RUN, source=source)
+    for name in (f"keys/{OTHER}", f"runs/{OTHER}/record.json", f"models/{OTHER}/x"):
+        write(at(""), name)
+        with pytest.raises(Forbidden):
+            client.bucket(RUNS).blob(name).download_as_bytes(retry=None)
 
 
 def test_only_who_may_list_learns_that_an_object_is_missing(at: Callable[..., storage.Client]) -> None:
     with pytest.raises(NotFound):
-        at(TRAINER).bucket(RUNS).blob("none").download_as_bytes(retry=None)
+        at(SERVER).bucket(RUNS).blob("none").download_as_bytes(retry=None)
     with pytest.raises(Forbidden, match=r"storage\.objects\.get"):
         at(SERVER).bucket(DATA).blob("none").download_as_bytes(retry=None)
     with pytest.raises(Forbidden, match=r"storage\.objects\.list"):
@@ -157,13 +257,13 @@ def test_an_object_that_exists_is_not_replaced_without_delete(at: Callable[..., 
     name = f"models/{uuid.uuid4().hex}"
     write(at(""), name)
     with pytest.raises(PreconditionFailed):
-        write(at(TRAINER), name, if_generation_match=0)
+        write(at(FUNCTIONS, "access"), name, if_generation_match=0)
     with pytest.raises(Forbidden):
         write(at(SERVER), name, if_generation_match=0)
 
 
-@pytest.mark.parametrize("caller", [TRAINER, SERVER])
-def test_a_container_changes_no_bucket(at: Callable[..., storage.Client], caller: str) -> None:
+@pytest.mark.parametrize(("caller", "held"), [(TRAINER, []), (SERVER, ["storage.objects.get"])])
+def test_a_container_changes_no_bucket(at: Callable[..., storage.Client], caller: str, held: list[str]) -> None:
     client = at(caller)
     for work in (
         lambda: client.bucket(RUNS).delete(retry=None),
@@ -176,7 +276,7 @@ def test_a_container_changes_no_bucket(at: Callable[..., storage.Client], caller
         with pytest.raises(Forbidden):
             work()
     asked = ["storage.objects.get", "storage.objects.create", "storage.buckets.delete"]
-    assert client.bucket(RUNS).test_iam_permissions(asked) == ["storage.objects.get"]
+    assert client.bucket(RUNS).test_iam_permissions(asked) == held
 
 
 def test_the_owner_may_do_everything_with_or_without_a_token(at: Callable[..., storage.Client], server: Server) -> None:

@@ -18,7 +18,7 @@ from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.kubernetes import CLUSTER, Object, resource_of
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.gke.requests import cluster_of, cluster_request, network_policies, node_labels
-from dropforge.platforms.training import Launch, container_variables, run_labels, secret_references
+from dropforge.platforms.training import Launch, access_variables, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
 from .catalog import GKE_TPUS
@@ -159,7 +159,12 @@ def _workers(launch: Launch) -> Object:
         "ephemeral-storage": NODE_STORAGE,
         TPU: str(target.slice.chips),
     }
-    container = _container(launch, WORKER, {}, {"limits": amounts, "requests": amounts})
+    container = _container(
+        launch,
+        WORKER,
+        access_variables(launch.run, launch.settings, launch.key),
+        {"limits": amounts, "requests": amounts},
+    )
     container["env"] += [
         {"name": "JAX_PLATFORMS", "value": "tpu,cpu"},
         {"name": "NODE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},

@@ -24,7 +24,7 @@ from dropforge.spec import JobSpec, seconds
 
 from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmServe, TpuVmTarget
-from .train import STARTUP_SCRIPT, being_created, status_of
+from .train import STARTUP_SCRIPT, being_created, key_metadata, status_of
 from .written import read_written
 
 READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
@@ -155,7 +155,7 @@ def metadata(deployment: Deployment) -> dict[str, str]:
         "dropforge-env": tpu.server_variables(environment, TPU_VMS[serve.accelerator_type].chips),
         "dropforge-deadline": str(int(deployment.expires.timestamp())),
         "dropforge-runs-bucket": settings.runs_bucket,
-        **({"dropforge-run-key": deployment.run_key} if deployment.run_key else {}),
+        **key_metadata(deployment.run, settings, deployment.run_key),
     }
 
 

@@ -15,6 +15,9 @@
 #                               or machines/RUN/serve/... for a server that does not stay up
 #   dropforge-run-key           the run's key, which proves that a status and an event are about this run
 #                               (functions/dropforge/run/proof.py); or absent
+#   dropforge-access-url        the function that gives this machine access to the objects of its run, or absent: then
+#                               the machine's account has it
+#   dropforge-access-request    what the function wants to know: JSON with the run and its proof
 #   dropforge-job-events-topic  projects/P/topics/T: gets an event when the container could not publish its end; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
 #   dropforge-server-image      the server's image, run after training once the run's record says DEPLOYING; or absent
@@ -49,7 +52,7 @@ failed_command=''
 terminated='' # set by SIGTERM
 exit_code=''  # the container's
 oom_killed=''
-run='' attempt='' role='' bucket='' topic='' job='' run_key=''
+run='' attempt='' role='' bucket='' topic='' job='' run_key='' access_url='' access_request=''
 state=$ROOT/run/dropforge # until the data disk is mounted
 log=$ROOT/var/log/dropforge.log
 
@@ -158,6 +161,8 @@ identify() {
     role=$(attribute dropforge-role)
     attempt=$(attribute dropforge-attempt)
     run_key=$(optional dropforge-run-key)
+    access_url=$(optional dropforge-access-url)
+    access_request=$(optional dropforge-access-request)
     run=$(attribute dropforge-run)
 }
 
@@ -485,8 +490,29 @@ persist() {
 }
 
 token() {
-    metadata instance/service-accounts/default/token |
-        python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
+    metadata instance/service-accounts/default/token | access_token
+}
+
+access_token() {
+    python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
+}
+
+# The token for a URL: the run's own for the runs bucket, and the account's for everything else.
+token_for() {
+    if [ -z "$access_url" ] || [[ $1 != "$STORAGE"/* ]]; then
+        token
+        return
+    fi
+    local identity
+    identity=$(metadata "instance/service-accounts/default/identity?audience=$access_url") || return
+    persist ask_access "$identity" | access_token
+}
+
+# Neither the identity token nor the proof is in an argument list.
+ask_access() {
+    curl --silent --show-error --fail-with-body --retry 4 --retry-connrefused --max-time 60 --request POST \
+        --header @<(printf 'Authorization: Bearer %s\n' "$1") --header 'Content-Type: application/json' \
+        --data-binary @<(printf '%s' "$access_request") "$access_url"
 }
 
 # api METHOD URL [@FILE [CONTENT_TYPE]]: the answer's body, also of a refusal.
@@ -497,7 +523,7 @@ api() {
 # The token is never in an argument list.
 api_once() {
     local header
-    header="Authorization: Bearer $(token)" || return
+    header="Authorization: Bearer $(token_for "$2")" || return
     curl --silent --show-error --fail-with-body --retry 4 --retry-connrefused --max-time 30 --request "$1" \
         --header @<(printf '%s\n' "$header") --header "Content-Type: ${4:-application/json}" \
         ${3:+--data-binary "$3"} "$2"

@@ -14,12 +14,14 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
 from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, classify_text, client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.disks import DISK, delete_disk, ensure_disk, list_disks
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
+from dropforge.cloud.run_access import REQUEST_VARIABLE, URL_VARIABLE
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import Deployment, server_environment
 from dropforge.platforms.training import (
@@ -27,6 +29,7 @@ from dropforge.platforms.training import (
     Phase,
     Status,
     Waits,
+    access_variables,
     class_of_exit,
     container_variables,
     run_labels,
@@ -171,11 +174,25 @@ def metadata(launch: Launch) -> dict[str, str]:
         "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
         "dropforge-deadline": _unix(launch.deadline),
         "dropforge-runs-bucket": settings.runs_bucket,
-        **({"dropforge-run-key": launch.key} if launch.key else {}),
+        **key_metadata(launch.run, settings, launch.key),
         "dropforge-job-events-topic": settings.topic(settings.job_events_topic),
         "dropforge-data-disk": DATA_DISK,
         **(_server_metadata(server) if server else {}),
     }
+
+
+def key_metadata(run: str, settings: Settings, key: str) -> dict[str, str]:
+    """What the startup script proves its run with, and gets access to the run's objects by."""
+    variables = access_variables(run, settings, key)
+    access = (
+        {
+            "dropforge-access-url": variables[URL_VARIABLE],
+            "dropforge-access-request": variables[REQUEST_VARIABLE],
+        }
+        if variables
+        else {}
+    )
+    return {**({"dropforge-run-key": key} if key else {}), **access}
 
 
 def _server(launch: Launch) -> Deployment | None:
@@ -191,6 +208,9 @@ def _server_metadata(server: Deployment) -> dict[str, str]:
     serve = server.spec.serve
     assert isinstance(serve, TrainingVmServe), "only this endpoint keeps the machine"
     environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
+    # The machine has the trainer's account, which may not read the runs bucket, as the server's may.
+    access = access_variables(server.run, server.settings, server.run_key)
+    environment += [{"name": name, "value": value} for name, value in access.items()]
     return {
         "dropforge-server-image": server.settings.serve_vllm_tpu_image,
         "dropforge-server-env": tpu.server_variables(

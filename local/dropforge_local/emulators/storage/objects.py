@@ -14,7 +14,7 @@ from .buckets import Buckets
 from .errors import object_not_found
 from .models import Attributes, Bucket, Content, Edit, Event, ObjectChange, StoredObject, rfc3339
 from .names import check_object_name
-from .permissions import require_bucket, require_object
+from .permissions import require_object
 from .preconditions import Preconditions
 from .resources import PUBLIC_URL, object_json
 from .retention import after_change, check_removal, of_new_object
@@ -61,7 +61,7 @@ class Objects:
         """The version, as in `find`. Raises 404 if it does not exist, 412 or 304 if a precondition does not hold."""
         stored = self.find(bucket, name, generation)
         if stored is None:
-            require_bucket("storage.objects.list", bucket)  # who may not list does not learn that it is missing
+            require_object("storage.objects.list", bucket, name)  # who may not list does not learn that it is missing
             self._buckets.get(bucket)
             raise object_not_found(bucket, name, generation)
         if preconditions:

@@ -83,10 +83,6 @@ def require_object(permission: str, bucket: str, name: str) -> None:
     require(permission, f"projects/_/buckets/{bucket}/objects/{name}", "Google Cloud Storage object")
 
 
-def require_bucket(permission: str, bucket: str) -> None:
-    require(permission, f"projects/_/buckets/{bucket}", "Google Cloud Storage bucket")
-
-
 def require(permission: str, resource: str, kind: str, attributes: Mapping[str, Any] | None = None) -> None:
     account = current.get()
     if account is None or account.may(permission, resource, attributes):

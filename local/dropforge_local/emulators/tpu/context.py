@@ -28,7 +28,9 @@ QUEUED_COLUMNS = "entered REAL NOT NULL"  # when the queued resource entered its
 
 @dataclass(frozen=True)
 class Context:
-    """`disks` are Compute Engine's. `token` makes the access token of a scope and an account."""
+    """`disks` are Compute Engine's. `token` makes the access token of a scope and an account; `identity` the identity
+    token of an audience and an account, and "" where machines have none.
+    """
 
     host: Host
     config: TpuConfig
@@ -38,6 +40,7 @@ class Context:
     faults: Faults
     disks: Disks
     token: Callable[[str, str], str]
+    identity: Callable[[str, str], str]
     background: Background
 
     @property
@@ -59,10 +62,15 @@ class Context:
 
 
 def make_context(
-    host: Host, config: TpuConfig, methods: Collection[str], disks: Disks, token: Callable[[str, str], str]
+    host: Host,
+    config: TpuConfig,
+    methods: Collection[str],
+    disks: Disks,
+    token: Callable[[str, str], str],
+    identity: Callable[[str, str], str],
 ) -> Context:
     """The state in the host's database."""
     nodes = Messages(host.db, "tpu_nodes", Node, columns=NODE_COLUMNS)
     queued = Messages(host.db, "tpu_queued", QueuedResource, columns=QUEUED_COLUMNS)
     faults, background = Faults(host.db, methods), Background("Cloud TPU")
-    return Context(host, config, nodes, queued, Boots(host.db), faults, disks, token, background)
+    return Context(host, config, nodes, queued, Boots(host.db), faults, disks, token, identity, background)

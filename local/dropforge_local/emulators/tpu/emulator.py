@@ -64,9 +64,10 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
         *,
         disks: Disks,
         token: Callable[[str, str], str],
+        identity: Callable[[str, str], str] = lambda audience, account: "",
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:
-        self._context = make_context(host, config, names_of(METHODS), disks, token)
+        self._context = make_context(host, config, names_of(METHODS), disks, token, identity)
         self._config = config
         self._machines = Machines(self._context)
         self._nodes = Nodes(self._context, self._machines)

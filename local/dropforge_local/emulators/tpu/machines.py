@@ -172,6 +172,7 @@ class Machines:
             "email": account.email,
             "scopes": "".join(f"{scope}\n" for scope in account.scope),
             "token": lambda query: self._access_token(account.email),
+            "identity": lambda query: self._context.identity(query.get("audience", ""), account.email),
         }
         return {"default": entries, account.email: entries}
 

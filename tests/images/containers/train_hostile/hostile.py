@@ -2,6 +2,7 @@
 
 The label `victim` of its spec names another run; without the label it starts and waits to be ended. Every try is in
 models/<its own run>/tried.json: what was tried, and the code of the answer, or "done". Then the container fails.
+A victim first writes files of its own (LEFT).
 """
 
 import hmac
@@ -12,25 +13,61 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any
+from urllib.parse import quote
 
 import requests
 from google.api_core.exceptions import GoogleAPICallError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, run_v2, secretmanager_v1, storage, tpu_v2
+from google.oauth2.credentials import Credentials
 
 RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
 RUNS, JOB_EVENTS = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
 KEY = os.environ["DROPFORGE_RUN_KEY"]
 HTTP = os.environ["STORAGE_EMULATOR_HOST"]
+METADATA = f"http://{os.environ['GCE_METADATA_HOST']}/computeMetadata/v1"
 PROJECT = JOB_EVENTS.split("/")[1]
 SPECS = RUNS.removesuffix("runs") + "specs"
 PLACE, ZONE = f"projects/{PROJECT}/locations/us-central1", f"projects/{PROJECT}/locations/us-west4-a"
 WORKFLOW = f"{PLACE}/workflows/dropforge-run"
 Try = tuple[str, Callable[[], Any]]
 
-client = storage.Client(PROJECT, AnonymousCredentials())
-runs, specs = client.bucket(RUNS), client.bucket(SPECS)
+ACCESS = os.environ["DROPFORGE_ACCESS_URL"]
+
+
+def identity(url: str) -> dict[str, str]:
+    """The headers with which the container's account calls a function."""
+    path = f"{METADATA}/instance/service-accounts/default/identity"
+    token = requests.get(path, params={"audience": url}, headers={"Metadata-Flavor": "Google"}, timeout=30).text
+    return {"Authorization": f"Bearer {token}"}
+
+
+def token() -> str:
+    """The run's token (dropforge/stages/access.py)."""
+    body = json.loads(os.environ["DROPFORGE_ACCESS_REQUEST"])
+    return str(requests.post(ACCESS, json=body, headers=identity(ACCESS), timeout=60).json()["access_token"])
+
+
+CLIENTS = {
+    "token": storage.Client(PROJECT, Credentials(token())),
+    "account": storage.Client(PROJECT, AnonymousCredentials()),
+}
+# What each victim has written before, and what it may write next.
+LEFT = (
+    "models/{run}/MANIFEST.json",
+    "models/{run}/attempt-1/model/config.json",
+    "checkpoints/{run}/step-00000001/_COMPLETE",
+    "machines/{run}/attempt-1/startup.log",
+)
+AHEAD = (
+    "models/{run}/attempt-2/model/config.json",
+    "checkpoints/{run}/step-00000002/_COMPLETE",
+    "checkpoints/{run}/tokens/0.safetensors",
+    "machines/{run}/attempt-1/status.json",
+    "machines/{run}/serve/status.json",
+)
 
 
 def proof(name: str, content: bytes) -> str:
@@ -53,7 +90,20 @@ def put(bucket: Any, name: str, content: object = None, **options: Any) -> Calla
 
 
 def objects(victim: str) -> Iterator[Try]:
-    """Cloud Storage: what only the control plane writes, in every way to write."""
+    """Cloud Storage: with the run's token, and with the container's account, which is nobody's."""
+    for who, client in ((f"{what}: ", made) for what, made in CLIENTS.items()):
+        runs, specs = client.bucket(RUNS), client.bucket(SPECS)
+        for what, work in chain(written(victim, runs), artifacts(victim, runs), forged(victim, runs)):
+            yield who + what, work
+        yield f"{who}drop a spec", put(specs, "specs/forged.json")
+        yield f"{who}read the specs bucket", partial(listed, specs, "")
+        yield f"{who}delete the runs bucket", partial(runs.delete, retry=None)
+        yield f"{who}open the runs bucket to all", partial(open_to_all, runs)
+        yield f"{who}create a bucket", partial(client.create_bucket, f"{RUN}-loot", retry=None)
+
+
+def written(victim: str, runs: Any) -> Iterator[Try]:
+    """What only the control plane writes, in every way to write."""
     names = [
         *(
             f"runs/{victim}/{name}"
@@ -67,37 +117,52 @@ def objects(victim: str) -> Iterator[Try]:
         f"runs/{victim}/machine/attempt-1/status.json",
         "index/runs.json",
         "endpoints/other/endpoint.json",
+        f"keys/{victim}",
+        f"keys/{RUN}",
     ]
+    yield "write one's own model", put(runs, f"models/{RUN}/own")
     for name in names:
-        yield f"write {name}", put(runs, name)
-        yield f"write {name}, only if it is new", put(runs, name, if_generation_match=0)
-    record, own = runs.blob(f"runs/{victim}/record.json"), runs.blob(f"models/{RUN}/own")
-    yield "write one's own model", put(runs, own.name)
-    status = {"run": RUN, "attempt": 1, "state": "failed", "record": {"run": victim}}
-    yield "forge the status of another run's machine", put(runs, f"machines/{victim}/attempt-1/status.json", status)
-    yield "forge a machine of no run", put(runs, "machines/open/x", status)
-    yield from forged(victim)
-    keys = (f"keys/{victim}", f"keys/{RUN}")
-    for name in keys:
-        key, copy = runs.blob(name), f"models/{RUN}/key"
-        yield f"read {name}", partial(key.download_as_bytes, retry=None)
-        yield f"write {name}", put(runs, name)
-        yield f"delete {name}", partial(key.delete, retry=None)
-        yield f"copy {name}", partial(runs.copy_blob, key, runs, copy, retry=None)
-    yield "delete a record", lambda: record.delete(retry=None)
-    yield "open a resumable upload of a record", lambda: record.create_resumable_upload_session(size=1)
-    yield "copy over a record", lambda: runs.copy_blob(own, runs, record.name, retry=None)
-    yield "compose a record", lambda: record.compose([own], retry=None)
-    yield "move a model over a record", lambda: runs.rename_blob(own, record.name, retry=None)
-    yield "change a record's metadata", lambda: change(record)
-    yield "drop a spec", put(specs, "specs/forged.json")
-    yield "read the specs bucket", lambda: list(specs.list_blobs(retry=None))
-    yield "delete the runs bucket", lambda: runs.delete(retry=None)
-    yield "open the runs bucket to all", lambda: open_to_all()
-    yield "create a bucket", lambda: client.create_bucket(f"{RUN}-loot", retry=None)
+        yield from takes(runs, name)
+    for name in (f"keys/{victim}", f"keys/{RUN}", f"runs/{victim}/record.json", f"runs/{victim}/spec.json"):
+        yield from reads(runs, name)
 
 
-def forged(victim: str) -> Iterator[Try]:
+def artifacts(victim: str, runs: Any) -> Iterator[Try]:
+    """What the containers of another run have written, or are about to write."""
+    for name in (*LEFT, *AHEAD):
+        yield from takes(runs, name.format(run=victim))
+    for name in LEFT:
+        yield from reads(runs, name.format(run=victim))
+    yield "write a machine's file of no run", put(runs, "machines/open/x")
+    for prefix in ("", "models/", "checkpoints/", "machines/", "keys/", "runs/", f"models/{victim}/", f"models/{RUN}"):
+        yield f"list {prefix or 'everything'}", partial(listed, runs, prefix)
+    yield "list one's own model", partial(listed, runs, f"models/{RUN}/")
+
+
+def takes(runs: Any, name: str) -> Iterator[Try]:
+    """Every way to write or to end an object."""
+    blob, own = runs.blob(name), runs.blob(f"models/{RUN}/own")
+    yield f"write {name}", put(runs, name)
+    yield f"write {name}, only if it is new", put(runs, name, if_generation_match=0)
+    yield f"open a resumable upload of {name}", lambda: blob.create_resumable_upload_session(size=1)
+    yield f"copy over {name}", lambda: runs.copy_blob(own, runs, name, retry=None)
+    yield f"compose {name}", lambda: blob.compose([own], retry=None)
+    yield f"move a model over {name}", lambda: runs.rename_blob(own, name, retry=None)
+    yield f"change the metadata of {name}", lambda: change(blob)
+    yield f"delete {name}", lambda: blob.delete(retry=None)
+
+
+def reads(runs: Any, name: str) -> Iterator[Try]:
+    blob, copy = runs.blob(name), f"models/{RUN}/copy"
+    yield f"read {name}", lambda: blob.download_as_bytes(retry=None)
+    yield f"copy {name}", lambda: runs.copy_blob(blob, runs, copy, retry=None)
+
+
+def listed(bucket: Any, prefix: str) -> list[Any]:
+    return list(bucket.list_blobs(prefix=prefix, retry=None))
+
+
+def forged(victim: str, runs: Any) -> Iterator[Try]:
     """Documents about the victim's present attempt, in the right form, proved with this run's key."""
     now = datetime.now(UTC).isoformat()
     source = {"uri": "forged", "revision": "0"}
@@ -136,7 +201,7 @@ def change(blob: Any) -> None:
     blob.patch(retry=None)
 
 
-def open_to_all() -> None:
+def open_to_all(runs: Any) -> None:
     runs.set_iam_policy(runs.get_iam_policy(retry=None), retry=None)
 
 
@@ -209,8 +274,50 @@ def plain(victim: str) -> Iterator[Try]:
         yield what, partial(call, method, path, content, headers)
 
 
+def functions(victim: str) -> Iterator[Try]:
+    """The function that gives tokens, asked for those of another run; and the functions of others."""
+    own = json.loads(os.environ["DROPFORGE_ACCESS_REQUEST"])
+    asked = {
+        "another run's token with one's own proof": {**own, "run": victim},
+        "another run's token without a proof": {"run": victim, "proof": ""},
+        "another run's token with a proof by one's own key": {"run": victim, "proof": proof("access", victim.encode())},
+        "the token of no run": {"run": "nobody-0123456789ab", "proof": proof("access", b"nobody-0123456789ab")},
+        "one's own token": own,
+    }
+    for what, body in asked.items():
+        yield f"ask for {what}", partial(invoke, ACCESS, body)
+    for name in ("provision", "teardown", "sweep", "on_job_event"):
+        url = ACCESS.removesuffix("access") + name
+        body = {"run": victim, "execution": "e", "scope": "run", "keep_endpoint": False}
+        yield f"call {name}", partial(invoke, url, body)
+    yield "widen the run's token", widen
+
+
+def invoke(url: str, body: object) -> None:
+    call("POST", url, body, identity(url))
+
+
+def widen() -> None:
+    """Exchange the token of the run for one of the same account, with the whole bucket as its boundary."""
+    place = f"//storage.googleapis.com/projects/_/buckets/{RUNS}"
+    rule = {"availableResource": place, "availablePermissions": ["inRole:roles/storage.objectUser"]}
+    kind = "urn:ietf:params:oauth:token-type:access_token"
+    form = {
+        "grant_type": "urn:ietf:params:oauth:grant-type:token-exchange",
+        "requested_token_type": kind,
+        "subject_token_type": kind,
+        "subject_token": token(),
+        "options": quote(json.dumps({"accessBoundary": {"accessBoundaryRules": [rule]}})),
+    }
+    checked(requests.post(f"{HTTP}/v1/token", data=form, timeout=30))
+
+
 def call(method: str, path: str, body: object, headers: dict[str, str]) -> None:
-    response = requests.request(method, HTTP + path, json=body, headers=headers, timeout=30)
+    url = path if path.startswith("http") else HTTP + path
+    checked(requests.request(method, url, json=body, headers=headers, timeout=60))
+
+
+def checked(response: requests.Response) -> None:
     if not response.ok:
         error = GoogleAPICallError(response.text)
         error.code = response.status_code
@@ -228,9 +335,12 @@ def outcome(work: Callable[[], Any]) -> str:
 
 
 def main() -> int:
+    runs = CLIENTS["token"].bucket(RUNS)
     spec = json.loads(runs.blob(f"runs/{RUN}/spec.json").download_as_bytes())
     victim = spec["labels"].get("victim")
     if victim is None:
+        for name in LEFT:
+            put(runs, name.format(run=RUN), {"run": RUN, "of": "the victim"})()
         started = {
             "type": "started",
             "run": RUN,
@@ -242,7 +352,7 @@ def main() -> int:
         claimed = {"proof": proof("job-event", data)}
         pubsub_v1.PublisherClient().publish(JOB_EVENTS, data, **claimed).result(60)
         time.sleep(3600)
-    kinds = (objects, messages, machines, secrets, plain)
+    kinds = (objects, messages, machines, secrets, plain, functions)
     tried = {what: outcome(work) for kind in kinds for what, work in kind(victim)}
     put(runs, f"models/{RUN}/tried.json", tried)()
     return 65

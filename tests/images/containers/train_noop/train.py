@@ -18,47 +18,71 @@ RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
 KEY = os.environ.get("DROPFORGE_RUN_KEY", "").encode()
 BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
 HOST, PORT = os.environ["STORAGE_EMULATOR_HOST"].removeprefix("http://").split(":")
-connection: socket.socket | None = None
+FUNCTIONS, METADATA = os.environ["DROPFORGE_ACCESS_URL"], os.environ["GCE_METADATA_HOST"]
+connections: dict[str, socket.socket] = {}
+token = ""
 sequence = 0
 
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """One call of a Google API: with the run's token for its bucket, without a token as the container's account."""
+    headers = f"Authorization: Bearer {access()}\r\n" if "/storage/" in path else ""
+    return send(f"{HOST}:{PORT}", method, path, body, headers)
+
+
+def access() -> str:
+    """The run's token (dropforge/stages/access.py), asked for once."""
+    global token
+    if not token:
+        flavor = "Metadata-Flavor: Google\r\n"
+        path = f"/computeMetadata/v1/instance/service-accounts/default/identity?audience={FUNCTIONS}"
+        status, identity = send(METADATA, "GET", path, b"", flavor)
+        assert status == 200, identity
+        address, _, name = FUNCTIONS.removeprefix("http://").partition("/")
+        headers, body = f"Authorization: Bearer {identity.decode()}\r\n", os.environ["DROPFORGE_ACCESS_REQUEST"]
+        status, answer = send(address, "POST", f"/{name}", body.encode(), headers)
+        assert status == 200, answer
+        token = json.loads(answer)["access_token"]
+    return token
+
+
+def send(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
     """One call, again and again for a minute when the cloud cannot be reached, as Google's clients do."""
     deadline = time.monotonic() + 200.0
     while True:
         try:
-            return exchange(method, path, body)
+            return exchange(address, method, path, body, headers)
         except (OSError, EOFError):
-            disconnect()
+            disconnect(address)
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 
 
-def exchange(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+def exchange(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
     """A request and its response by hand: http.client takes longer to import than this container to run."""
-    global connection
-    connection = connection or socket.create_connection((HOST, int(PORT)), 60)
-    head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}:{PORT}\r\n"
+    if address not in connections:
+        host, port = address.split(":")
+        connections[address] = socket.create_connection((host, int(port)), 60)
+    connection = connections[address]
+    head = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{headers}"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     with connection.makefile("rb") as file:
         lines = [file.readline()]
         while lines[-1] not in (b"", b"\r\n"):
             lines.append(file.readline())
-        headers = dict(line.lower().split(b":", 1) for line in lines[1:-1])
-        length = int(headers.get(b"content-length", -1))
+        answered = dict(line.lower().split(b":", 1) for line in lines[1:-1])
+        length = int(answered.get(b"content-length", -1))
         answer = file.read(length) if length > 0 else b""
         if lines[-1] == b"" or len(answer) != length:
             raise EOFError("the connection was closed")
         return int(lines[0].split()[1]), answer
 
 
-def disconnect() -> None:
-    global connection
-    if connection is not None:
-        connection.close()
-        connection = None
+def disconnect(address: str) -> None:
+    if address in connections:
+        connections.pop(address).close()
 
 
 def quoted(name: str) -> str:

@@ -1,0 +1,81 @@
+"""A container's access to the objects of its run: a token that the function `access` gives for at most an hour.
+
+The control plane sets the variables. Without them, as in a bucket of one's own, a container uses its account.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime, timedelta
+from threading import Lock
+from typing import Any
+
+from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+
+BUCKET_VARIABLE = "DROPFORGE_RUNS_BUCKET"
+URL_VARIABLE = "DROPFORGE_ACCESS_URL"  # of the function
+REQUEST_VARIABLE = "DROPFORGE_ACCESS_REQUEST"  # JSON: the run, and the proof that the container is the run's
+TIMEOUT_SECONDS = 60.0  # the function may have to start
+# https://cloud.google.com/storage/docs/json_api: requests and uploads name the bucket in the same place
+_BUCKET = re.compile(r"/storage/v1/b/([^/?]+)")
+
+
+class RunCredentials(Credentials):  # type: ignore[misc]
+    """The token of the run for its bucket, and the account's own credentials for all other buckets."""
+
+    def __init__(self, environment: Mapping[str, str], own: Credentials) -> None:
+        super().__init__()
+        self._bucket = environment[BUCKET_VARIABLE]
+        self._url = environment[URL_VARIABLE]
+        self._body = environment[REQUEST_VARIABLE].encode()
+        self._own = own
+        self._lock = Lock()  # the threads of a transfer ask once
+
+    def before_request(self, request: Any, method: str, url: str, headers: MutableMapping[str, str]) -> None:
+        """Add the token to the headers of a request to Cloud Storage."""
+        match = _BUCKET.search(url)
+        if match and match[1] != self._bucket:
+            self._own.before_request(request, method, url, headers)
+        else:
+            self.present(request)
+            super().before_request(request, method, url, headers)
+
+    def present(self, request: Callable[..., Any]) -> tuple[str, int]:
+        """The token, renewed if it must be, and its seconds to live. Raises GoogleAuthError."""
+        with self._lock:
+            if not self.valid:
+                self.refresh(request)
+            return str(self.token), int((self.expiry - _now()).total_seconds())
+
+    def refresh(self, request: Callable[..., Any]) -> None:
+        """Ask for a new token. Raises RefreshError, which is retryable unless the function refuses."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._identity(request)}"}
+        answer = request(self._url, method="POST", body=self._body, headers=headers, timeout=TIMEOUT_SECONDS)
+        text = answer.data.decode(errors="replace") if isinstance(answer.data, bytes) else answer.data
+        if answer.status != 200:
+            message = f"the function access at {self._url} answered {answer.status}: {text[:300]}"
+            raise RefreshError(message, retryable=answer.status in (408, 429) or answer.status >= 500)
+        granted = json.loads(text)
+        self.token = granted["access_token"]
+        self.expiry = _now() + timedelta(seconds=int(granted["expires_in"]))
+
+    def _identity(self, request: Callable[..., Any]) -> str:
+        """An identity token of the container's account for the function, from the metadata server."""
+        from google.auth.compute_engine import IDTokenCredentials
+
+        identity = IDTokenCredentials(None, self._url, use_metadata_identity_endpoint=True)
+        identity.refresh(request)
+        return str(identity.token)
+
+
+def _now() -> datetime:
+    """The time as google-auth compares it: in UTC, without a zone."""
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+def has_access(environment: Mapping[str, str]) -> bool:
+    """Whether the control plane gave this container access to the objects of a run."""
+    return bool(environment.get(REQUEST_VARIABLE))

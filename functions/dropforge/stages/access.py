@@ -1,0 +1,95 @@
+"""The stage access: a run's containers get a token that reaches the objects of their run, and of no other run.
+
+The containers of all runs have the same accounts, which may neither read nor write the runs bucket (the server's
+account may read it). A container names its run and proves it (run/proof.py). It gets the token of this function's
+account within a Credential Access Boundary, for at most an hour: Cloud Storage then refuses what the account or the
+boundary does not allow (https://cloud.google.com/iam/docs/downscoping-short-lived-credentials).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass, NotFound
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.context import Context
+from dropforge.run.artifacts import checkpoint_prefix, model_prefix
+from dropforge.run.proof import ACCESS_NAME, is_proved
+from dropforge.spec import JobSpec
+
+from .answers import Granted
+
+# Upper bounds: the grants of this function's account (terraform/permissions.yaml) are smaller.
+_WRITE, _READ = "inRole:roles/storage.objectUser", "inRole:roles/storage.objectViewer"
+_LISTED = "api.getAttribute('storage.googleapis.com/objectListPrefix','')"
+# Of the JSON of a boundary. Apache OpenDAL's reqsign (google/credential_access_boundary.rs) has this limit of the
+# service; Google's page does not name it (2026-11-24).
+MOST_CHARACTERS = 2048
+
+
+def access(context: Context, run: str, claimed: str, account: str) -> Granted:
+    """A token for the containers of a run. `account` is the caller's e-mail: the server's may not write the model.
+
+    Raises NotFound for a run that has no key, and for a wrong proof; CloudError if no token can be had.
+    """
+    key = context.store.key(run)
+    if not key or not is_proved(key, ACCESS_NAME, run.encode(), claimed):
+        raise NotFound(f"no run {run!r} has the key of this proof; expected the run in DROPFORGE_ACCESS_REQUEST")
+    is_server = account == context.settings.server_service_account
+    rules = boundary(context.settings.runs_bucket, run, context.store.spec(run), is_server=is_server)
+    if (size := len(json.dumps(rules["accessBoundary"], separators=(",", ":")))) > MOST_CHARACTERS:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            f"the boundary of {run} has {size} characters; expected at most {MOST_CHARACTERS}",
+            "name fewer models of other runs in the spec, or copy them to a bucket of data_buckets",
+        )
+    try:
+        token, seconds = context.cloud.clients.bounded_token(rules)
+    except client_errors() as error:
+        raise classify(error) from error
+    context.log("gave access", stage="access", run=run, account=account)
+    return Granted(access_token=token, expires_in=seconds)
+
+
+def boundary(bucket: str, run: str, spec: JobSpec, *, is_server: bool) -> dict[str, Any]:
+    """The Credential Access Boundary of a run's containers.
+
+    A training container writes the run's checkpoints, model and machine files, and reads its record and spec, and the
+    models of other runs that its spec names. A server writes the machine files, and reads the model and the record.
+    """
+    machine, model, checkpoints = f"{names.MACHINES_PREFIX}{run}/", model_prefix(run), checkpoint_prefix(run)
+    kept, sources = names.run_prefix(run), sorted(set(_sources(bucket, spec)))
+    if is_server:
+        rules = [_rule(bucket, _WRITE, [machine], []), _rule(bucket, _READ, [kept, model], [model])]
+    else:
+        writes = _rule(bucket, _WRITE, [machine, model, checkpoints], [model, checkpoints])
+        rules = [writes, _rule(bucket, _READ, [kept, *sources], sources)]
+    return {"accessBoundary": {"accessBoundaryRules": rules}}
+
+
+def _rule(bucket: str, permissions: str, prefixes: list[str], listed: list[str]) -> dict[str, Any]:
+    """What may be done below prefixes, and the prefixes that may be listed. They have no quotes: each is of a run's id.
+
+    Cloud Storage says of an object that it is missing only to who may list it. The first terms allow that, too.
+    """
+    place = f"projects/_/buckets/{bucket}"
+    terms = [f"resource.name.startsWith('{place}/objects/{prefix}')" for prefix in prefixes]
+    terms += [f"{_LISTED}.startsWith('{prefix}')" for prefix in listed]
+    return {
+        "availableResource": f"//storage.googleapis.com/{place}",
+        "availablePermissions": [permissions],
+        "availabilityCondition": {"expression": "||".join(terms)},
+    }
+
+
+def _sources(bucket: str, spec: JobSpec) -> Iterator[str]:
+    """The prefixes of the runs whose models the spec names as its base model or its data."""
+    evaluation = spec.evaluation.source if spec.evaluation else None
+    for source in (spec.model.source, spec.dataset.source, evaluation):
+        match = re.match(r"gs://([^/]+)/models/([^/]+)/", source or "")
+        if match and match[1] == bucket and names.is_run_id(match[2]):
+            yield model_prefix(match[2])

@@ -1,0 +1,15 @@
+"""The permissions of Google's predefined roles, as far as roles.yaml lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+ROLES_FILE = Path(__file__).with_name("roles.yaml")
+
+
+def known_roles() -> dict[str, frozenset[str]]:
+    """The permissions of each role."""
+    listed = yaml.safe_load(ROLES_FILE.read_text())["roles"]
+    return {role: frozenset(permissions) for role, permissions in listed.items()}

@@ -1,0 +1,90 @@
+"""The credentials of a container: the run's token for the runs bucket, and the account's for every other bucket."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.auth.exceptions import RefreshError
+
+from dropforge.cloud.run_access import RunCredentials
+
+FUNCTION = "https://us-central1-p.cloudfunctions.net/dropforge-access"
+ENVIRONMENT = {
+    "DROPFORGE_RUNS_BUCKET": "runs",
+    "DROPFORGE_ACCESS_URL": FUNCTION,
+    "DROPFORGE_ACCESS_REQUEST": '{"run": "job-0123456789ab", "proof": "5"}',
+}
+API = "https://storage.googleapis.com"
+
+
+class Google:
+    """The metadata server and the function; `status` is the function's answer."""
+
+    def __init__(self) -> None:
+        self.status, self.asked, self.seconds = 200, list[str](), 3600
+
+    def __call__(self, url: str, method: str = "GET", body: bytes = b"", headers: Any = None, **_: Any) -> Any:
+        if "/identity" in url:
+            claims = "eyJhbGciOiJub25lIn0.eyJleHAiOjQxMDI0NDQ4MDB9.AAAA"  # exp: 2100
+            return SimpleNamespace(status=200, data=claims.encode(), headers={"content-type": "text/html"})
+        assert (url, method, body.decode()) == (FUNCTION, "POST", ENVIRONMENT["DROPFORGE_ACCESS_REQUEST"])
+        self.asked.append(headers["Authorization"])
+        answer = {"access_token": f"token-{len(self.asked)}", "expires_in": self.seconds}
+        return SimpleNamespace(status=self.status, data=json.dumps(answer).encode(), headers={})
+
+
+@pytest.fixture
+def google() -> Google:
+    return Google()
+
+
+@pytest.fixture
+def credentials() -> RunCredentials:
+    return RunCredentials(ENVIRONMENT, AnonymousCredentials())
+
+
+def token(credentials: RunCredentials, google: Google, path: str) -> str:
+    headers: dict[str, str] = {}
+    credentials.before_request(google, "GET", API + path, headers)
+    return headers.get("authorization", "")
+
+
+def test_the_token_is_for_the_runs_bucket_alone(credentials: RunCredentials, google: Google) -> None:
+    for path in (
+        "/storage/v1/b/runs/o/models%2Fr",
+        "/upload/storage/v1/b/runs/o?name=x",
+        "/storage/v1/b/runs?alt=json",
+    ):
+        assert token(credentials, google, path) == "Bearer token-1"
+    for path in ("/storage/v1/b/rows/o/runs", "/storage/v1/b/runs-2/o/x", "/download/storage/v1/b/rows/o/b%2Fruns"):
+        assert token(credentials, google, path) == ""
+    assert google.asked == ["Bearer eyJhbGciOiJub25lIn0.eyJleHAiOjQxMDI0NDQ4MDB9.AAAA"]
+
+
+def test_a_token_is_renewed_before_it_ends(credentials: RunCredentials, google: Google) -> None:
+    assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-1"
+    credentials.expiry -= timedelta(seconds=3600 - 60)
+    assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-2"
+    assert credentials.present(google)[0] == "token-2"
+
+
+def test_the_threads_of_a_transfer_ask_once(credentials: RunCredentials, google: Google) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: token(credentials, google, "/storage/v1/b/runs/o"), range(32)))
+    assert found == {"Bearer token-1"}
+
+
+@pytest.mark.parametrize(("status", "is_retryable"), [(404, False), (403, False), (429, True), (503, True)])
+def test_a_refusal_says_what_the_function_answered(
+    credentials: RunCredentials, google: Google, status: int, is_retryable: bool
+) -> None:
+    google.status = status
+    with pytest.raises(RefreshError, match=f"access at {FUNCTION} answered {status}") as refused:
+        token(credentials, google, "/storage/v1/b/runs/o")
+    assert refused.value.retryable is is_retryable
