@@ -23,6 +23,7 @@ from . import report
 from .deployment import Deployment, of_stack
 from .display import stdout, titled
 from .follow import show_until_terminal
+from .machine import check_machine
 from .options import SPEC_FILE
 from .policy import policy_in_use
 from .problems import FAILED, INTERRUPTED, CliError, explained
@@ -86,6 +87,7 @@ def _try_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console)
 
 def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> bool:
     """Run the demo and print its report; return whether the run succeeded."""
+    check_machine(spec)
     for purpose in (f"training on {spec.target.type}", f"serving by {engine}"):
         if tool := ENVIRONMENTS.get(purpose):
             _step(out, f"prepared the environment for {purpose}", partial(make_environment, tool))

@@ -22,6 +22,7 @@ from dropforge.spec import JobSpec
 from dropforge.tell.channels import secrets_of
 
 from .deployment import Deployment, connect
+from .machine import check_machine
 from .options import state_option
 from .plain import echo
 from .problems import CliError
@@ -55,7 +56,12 @@ def put(path: Path, uri: str, state: str | None) -> None:
 
 
 def prepare(spec: JobSpec, deployment: Deployment) -> None:
-    """Make a spec's example sources and secrets on a local stack. Raises CliError if another source is missing."""
+    """Make a spec's example sources and secrets on a local stack.
+
+    Raises CliError if another source is missing, or if the local stack cannot run the spec on this machine.
+    """
+    if deployment.stack is not None:
+        check_machine(spec)
     absent = missing(spec, deployment)
     if deployment.stack is not None:
         for name in make_secrets(spec, deployment):

@@ -21,4 +21,4 @@ if "HIDDEN_PROCFS" in os.environ:
     psutil.PROCFS_PATH = os.environ["HIDDEN_PROCFS"]
 if "HIDDEN_ENVIRON" in os.environ:
     environ = psutil.Process.environ
-    psutil.Process.environ = environ_of_own_programs
+    psutil.Process.environ = environ_of_own_programs  # type: ignore[method-assign,assignment]
