@@ -1,18 +1,24 @@
 """Create the virtual environment that every make target uses: `python tools/install.py build/venv`.
 
-lock.txt pins the versions. The script installs the CPU build of PyTorch if the configured index has it. Otherwise it
-installs the plain build, which downloads gigabytes of CUDA on Linux.
+lock.txt pins the versions. uv (tools/uv.py) installs them. PyTorch is the build for CPUs where
+PyTorch's index has one. Otherwise it is the plain build, which downloads gigabytes of CUDA on Linux.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "local,console,train,serve-cpu,dev"
+
+sys.path.insert(0, str(ROOT))
+
+from tools import uv  # noqa: E402  (the script runs before the package is installed)
 
 
 def main(target: str) -> int:
@@ -21,18 +27,25 @@ def main(target: str) -> int:
         print(f"dropforge needs Python 3.11 or newer; {sys.executable} is {version}", file=sys.stderr)
         return 1
     directory = ROOT / target
-    if not (directory / "bin" / "python").exists():
+    python = str(directory / "bin" / "python")
+    if not Path(python).exists():
         print(f"creating {target} with Python {sys.version.split()[0]}", flush=True)
         venv.create(directory, with_pip=True, clear=True)
-    pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    # Most of the 20,000 modules are never imported; the first import compiles a module.
-    pip += ["--quiet", "--no-compile", "--constraint", str(ROOT / "lock.txt")]
     torch = locked("torch")
     print(f"installing PyTorch {torch} (CPU build if available)", flush=True)
-    if subprocess.run([*pip, f"torch=={torch}+cpu"], stderr=subprocess.DEVNULL).returncode:
-        subprocess.run([*pip, f"torch=={torch}"], check=True)
-    print("installing dropforge and its dependencies, as pinned in lock.txt", flush=True)
-    return subprocess.run([*pip, "--editable", f"{ROOT}[{EXTRAS}]"]).returncode
+    install(python, uv.torch_places(python), "--no-deps", f"torch=={torch}+cpu", stderr=subprocess.DEVNULL)
+    print("installing dropforge and its dependencies, as pinned in lock.txt", flush=True)  # with the plain PyTorch, too
+    return install(python, uv.settings(python), "--editable", f"{ROOT}[{EXTRAS}]")
+
+
+def install(python: str, places: Mapping[str, str], *words: str, stderr: int | None = None) -> int:
+    """Let uv install packages in the versions of lock.txt; return its exit code.
+
+    uv compiles no module: most of the 20,000 modules are never imported, and the first import compiles a module.
+    """
+    command = [uv.program(python), "pip", "install", "--quiet", "--python", python]
+    command += ["--constraint", str(ROOT / "lock.txt"), *words]
+    return subprocess.run(command, env={**os.environ, **places}, stderr=stderr).returncode
 
 
 def locked(name: str) -> str:

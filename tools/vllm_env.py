@@ -22,7 +22,6 @@ from tools import uv
 from tools.environment import ROOT, provide
 
 LOCKS = (ROOT / "containers" / "torch_cpu.lock.txt", ROOT / "containers" / "serve_vllm" / "cpu.lock.txt")
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main(target: str = "build/vllm") -> int:
@@ -51,16 +50,9 @@ def install(directory: Path) -> str:
     command += ["--no-deps", "--require-hashes", "--no-build"]
     for lock in LOCKS:
         command += ["--requirement", str(lock)]
-    done = subprocess.run(command, env={**os.environ, **places()}, stderr=subprocess.PIPE, text=True)
-    return done.stderr.strip()[-600:] if done.returncode else ""
-
-
-def places() -> dict[str, str]:
-    """Return uv's variables. PyTorch for CPUs is on PyTorch's own index, or in a folder that pip is told of."""
-    folder = uv.pip_setting("find-links")
-    torch = {"UV_FIND_LINKS": folder} if folder else {"UV_INDEX": TORCH_INDEX}
     # A file of any index must have a hash of the lock.
-    return {**uv.settings(), **torch, "UV_INDEX_STRATEGY": "unsafe-best-match"}
+    done = subprocess.run(command, env={**os.environ, **uv.torch_places()}, stderr=subprocess.PIPE, text=True)
+    return done.stderr.strip()[-600:] if done.returncode else ""
 
 
 if __name__ == "__main__":
