@@ -201,7 +201,7 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
     from .callbacks import ReportProgress, StopOnRequest, UploadCheckpoints
     from .merge import check_adapter
-    from .trainer import freeze_other_parts, trained_parameters
+    from .trainer import freeze_other_parts, keep_precision, trained_parameters
 
     world, directory = attempt.job.world, attempt.directory / "trainer"
     method = load_method(spec.training.method)
@@ -209,6 +209,7 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     model = load_and_evaluate(spec, attempt.job, inputs, notes, method)
     freeze_other_parts(model)
     trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
+    keep_precision(trainer.model, inputs.plan)
     if spec.training.adapter.type != "none":
         check_adapter(Path(inputs.base), trained_parameters(trainer.model))
     if world.sharded:

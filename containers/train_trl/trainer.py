@@ -132,6 +132,14 @@ def freeze_other_parts(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
+def keep_precision(model: Any, plan: Plan) -> None:
+    """Train 32 bits if the plan says so: TRL rounds the adapters of a model in 4 bits to 16 bits on every device."""
+    if plan.dtype == "float32":
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+
 def trained_parameters(model: Any) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
