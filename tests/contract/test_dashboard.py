@@ -18,6 +18,11 @@ COLUMNS = 48  # https://cloud.google.com/monitoring/api/ref_v3/rest/v1/projects.
 # Metrics and labels of https://cloud.google.com/monitoring/api/metrics_gcp; not yet confirmed on Google Cloud.
 METRICS = {
     "pubsub.googleapis.com/subscription/oldest_unacked_message_age": {"subscription_id"},
+    # Managed Service for Prometheus keeps vLLM's names; `job` is the PodMonitoring's name.
+    "prometheus.googleapis.com/vllm:e2e_request_latency_seconds/histogram": {"job"},
+    "prometheus.googleapis.com/vllm:generation_tokens_total/counter": {"job"},
+    "prometheus.googleapis.com/vllm:num_requests_running/gauge": {"job"},
+    "prometheus.googleapis.com/vllm:num_requests_waiting/gauge": {"job"},
     "run.googleapis.com/container/instance_count": {"service_name", "state"},
     "run.googleapis.com/job/running_executions": {"job_name", "location"},
     "run.googleapis.com/request_count": {"service_name", "response_code_class"},
