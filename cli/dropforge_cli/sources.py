@@ -19,7 +19,7 @@ from dropforge.run.artifacts import upload_directory
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
-from .display import duration
+from .display import duration, working
 from .options import state_option
 from .plain import echo
 from .problems import CliError
@@ -60,8 +60,10 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
             echo(f"made the secret {name} with a meaningless value", err=True)
         for uri in [uri for uri in absent if uri in SOURCES]:
             began = time.monotonic()
-            echo(f"makes {uri}, which the local stack does not have yet", err=True)
-            upload_source(deployment.clients, uri)
+            how = ": it is trained once, in a minute or two" if uri == spec.model.source else ""
+            echo(f"makes {uri}, which the local stack does not have yet{how}", err=True)
+            with working(f"makes {uri}"):
+                upload_source(deployment.clients, uri)
             echo(f"made {uri} in {duration(time.monotonic() - began)}", err=True)
             del absent[uri]
     if absent:
