@@ -295,7 +295,7 @@ def test_unsupported_features_answer_unimplemented(timeless: PubSub, config: dic
 def test_schemas_are_refused_with_the_reason(timeless: PubSub) -> None:
     transport = SchemaServiceGrpcTransport(channel=grpc.insecure_channel(timeless.address))
     with SchemaServiceClient(transport=transport) as client:
-        schema = {"type_": "AVRO", "definition": '{"type": "string"}'}
+        schema: Any = {"type_": "AVRO", "definition": '{"type": "string"}'}
         with pytest.raises(exceptions.MethodNotImplemented, match=r"schemas are not emulated .* Avro or Protocol Buf"):
             client.create_schema(parent=PROJECT, schema=schema, schema_id="s", retry=None)
         with pytest.raises(exceptions.MethodNotImplemented, match="schemas are not emulated"):
