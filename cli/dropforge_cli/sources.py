@@ -22,6 +22,7 @@ from dropforge.spec import JobSpec
 from dropforge.tell.channels import secrets_of
 
 from .deployment import Deployment, connect
+from .display import working
 from .machine import check_machine
 from .options import state_option
 from .plain import echo
@@ -68,8 +69,10 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
             echo(f"made the secret {name} for this stack", err=True)
         for uri in [uri for uri in absent if uri in SOURCES]:
             began = time.monotonic()
-            echo(f"makes {uri}, which the local stack does not have yet", err=True)
-            upload_source(deployment.clients, uri)
+            how = ": it is trained once, in a minute or two" if uri == spec.model.source else ""
+            echo(f"makes {uri}, which the local stack does not have yet{how}", err=True)
+            with working(f"makes {uri}"):
+                upload_source(deployment.clients, uri)
             echo(f"made {uri} in {duration(time.monotonic() - began)}", err=True)
             del absent[uri]
     if absent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from click.testing import CliRunner
 
 from dropforge.base import names
 from dropforge.run.record import Endpoint, RunState
-from dropforge_cli import duplicates
+from dropforge.spec import JobSpec
+from dropforge_cli import duplicates, sources
+from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
+from dropforge_cli.sources import SOURCES, prepare
+from dropforge_local.stack.config import StackInfo
 
 from ..deployments import clients
 from .conftest import CREATED, EXAMPLE, Deployed, attempt
@@ -46,6 +51,23 @@ def test_a_missing_source_is_refused_with_the_command_that_creates_it(deployed: 
     assert "dropforge put FILE gs://p-data/rows.jsonl" in result.stderr
     assert specs() == []
     assert deployed.run("submit", "--unchecked", "job.json").exit_code == 0
+
+
+def test_a_source_that_takes_minutes_says_so(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With short texts in place of the real sources, whose model trains for a minute."""
+    model, rows = "gs://local-data/tiny-gemma3", "gs://local-data/text-to-sql.jsonl"
+    Path("made").write_text("made")
+    for uri in (model, rows):
+        monkeypatch.setitem(SOURCES, uri, lambda cache: Path("made"))
+    monkeypatch.setattr(sources, "make_secrets", lambda spec, deployment: [])  # this project has no Secret Manager
+    stack = StackInfo(0, 0, "", "", "", "", {})
+    prepare(JobSpec.model_validate_json(Path(spec(rows, model)).read_text()), replace(connect(None), stack=stack))
+    told = capsys.readouterr().err.splitlines()
+    assert f"makes {model}, which the local stack does not have yet: it is trained once, in a minute or two" in told
+    assert f"makes {rows}, which the local stack does not have yet" in told
+    assert clients.storage().bucket("local-data").blob("tiny-gemma3").download_as_bytes() == b"made"
 
 
 def test_what_put_copies_can_be_named(deployed: Deployed) -> None:
