@@ -228,7 +228,10 @@ def _account(request: flask.Request) -> str:
     parts = request.headers.get("Authorization", "").split(".")
     if len(parts) != 3:
         raise ValueError("the request has no identity token")
-    claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=="))
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=="))
+    except RecursionError:
+        claims = None
     if not isinstance(claims, dict):
         raise ValueError("the claims of the identity token are no JSON object")
     return str(claims.get("email", ""))

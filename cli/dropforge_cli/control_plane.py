@@ -55,7 +55,7 @@ class Usage:
 
 
 # The most that a run of one short attempt without an endpoint uses, from the upload to its end.
-RUN = Usage(internal_steps=34, external_steps=2, calls=9, writes=20, reads=14, messages=11)
+RUN = Usage(internal_steps=34, external_steps=2, calls=10, writes=20, reads=14, messages=11)
 # One look at a training attempt whose wait has timed out, and one progress event.
 LOOK = Usage(internal_steps=7, external_steps=1, calls=1, writes=1, reads=3)
 PROGRESS = Usage(calls=1, writes=1, reads=1, messages=1)

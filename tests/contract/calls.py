@@ -74,7 +74,7 @@ PATHS = {
     r"invoke": "a POST to the endpoint",
 }
 # Other services need no permission of Google Cloud, nor do an account's own tokens.
-NO_API = re.compile(r"POST /(slack|channels)/|POST /v1/token$|GET /computeMetadata/")
+NO_API = re.compile(r"POST /(slack|channels)/|POST /v1/token$")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "key_objects": re.compile(r"keys/"),

@@ -107,6 +107,22 @@ def test_a_bad_request_to_a_stage_is_400_or_404(app: App, name: str, body: Any) 
     assert app.post(name, body) in (400, 404)
 
 
+TOKENS = st.one_of(
+    st.just("x.eyJlbWFpbCI6ICJhQGIifQ.x"),
+    st.builds(lambda claims: f"x.{base64.urlsafe_b64encode(claims).decode()}.x", st.binary(max_size=30)),
+    st.builds(lambda claims: f"x.{base64.urlsafe_b64encode(json.dumps(claims).encode()).decode()}.x", odd_values),
+    st.just(f"x.{base64.urlsafe_b64encode(b'[' * 20_000).decode()}.x"),
+    st.text("ab.=%/é ", max_size=12),
+)
+
+
+@settings(QUIET, max_examples=80)
+@given(mutated([{"run": NOBODY, "proof": "5" * 64}]) | odd_values, TOKENS)
+def test_a_bad_request_for_access_is_400_or_404(app: App, body: Any, token: str) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    assert app.post("access", body, headers) in (400, 404)
+
+
 @settings(QUIET, max_examples=40)
 @given(st.sampled_from(STAGES), st.binary(max_size=20))
 def test_a_request_of_bytes_is_400(app: App, name: str, body: bytes) -> None:

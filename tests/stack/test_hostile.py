@@ -75,6 +75,8 @@ def test_a_hostile_container_reaches_nothing_outside_of_its_run(user: User) -> N
         assert done == dict.fromkeys(ALLOWED, "done"), kind
         assert {what for what, answer in tried.items() if answer != "403" and what not in ALLOWED} == NOT_FOUND, kind
         assert len(tried) > 400
+    # The machine's script has written how the container ended, by a token of its own.
+    assert bucket.blob(f"machines/{runs['tpu_vm']}/attempt-1/status.json").exists()
     own = tuple(f"{prefix}/{run}/" for prefix in PREFIXES for run in runs.values())
     assert {name: at for name, at in artifacts(bucket).items() if not name.startswith(own)} == left
     sweep(user)

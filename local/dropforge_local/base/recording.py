@@ -27,6 +27,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
 CALLERS = (FUNCTIONS, TRAINER, SERVER)
 FILE = "calls.jsonl"
+METADATA = "/computeMetadata/"  # a machine's own server answers these calls in the cloud
 INVOCATION = "invocation"  # the call that a function itself is; every other call is a request that a caller sends
 _ACCOUNT = re.compile(rb'"([\w.-]+@[\w-]+\.iam\.gserviceaccount\.com)"')
 
@@ -69,7 +70,7 @@ class Recorder:
         ) -> web.StreamResponse:
             port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
             name = self._lender(request.headers) or request.headers.get(HEADER) or callers.get(port)
-            if not name:
+            if not name or request.path.startswith(METADATA):
                 return await handler(request)
             # The body of an upload is a stream, and may be large.
             body = b"" if "/storage/" in request.path else await request.read()

@@ -497,12 +497,15 @@ access_token() {
     python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
 }
 
-# The token for a URL: the run's own for the runs bucket, and the account's for everything else.
+# The token for a URL: the run's own for Cloud Storage, and the account's for everything else.
 token_for() {
-    if [ -z "$access_url" ] || [[ $1 != "$STORAGE"/* ]]; then
-        token
-        return
-    fi
+    case $access_url:$1 in
+    ?*:"$STORAGE"/storage/* | ?*:"$STORAGE"/upload/storage/*) run_token ;;
+    *) token ;;
+    esac
+}
+
+run_token() {
     local identity
     identity=$(metadata "instance/service-accounts/default/identity?audience=$access_url") || return
     persist ask_access "$identity" | access_token
