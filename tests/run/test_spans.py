@@ -119,7 +119,7 @@ def test_waiting_for_a_place_lies_in_the_accepted_state() -> None:
     assert waiting.ended is None
 
 
-def test_a_resource_lasts_from_its_creation_until_it_is_gone() -> None:
+def test_a_resource_lasts_from_the_intent_until_it_is_gone() -> None:
     kept = {"kind": "service", "name": "projects/p/services/s", "attempt": 1, "intended": at(1)}
     entries = [
         LedgerEntry(**kept, state=ResourceState.GONE, created=at(2), gone=at(9)),
@@ -128,7 +128,7 @@ def test_a_resource_lasts_from_its_creation_until_it_is_gone() -> None:
     ]
     spans = run_in((RunState.PROVISIONING, 1), resources=entries)
     lasted = [(spans[f"run/resource-{i}"].began, spans[f"run/resource-{i}"].ended) for i in range(3)]
-    assert lasted == [(at(2), at(9)), (at(1), at(8)), (at(1), None)]
+    assert lasted == [(at(1), at(9)), (at(1), at(8)), (at(1), None)]
 
 
 def test_a_rejected_spec_is_an_error_without_duration() -> None:

@@ -10,7 +10,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from .names import trace_id
+from .names import is_run_id, trace_id
 from .redact import redact
 
 TRACE = "logging.googleapis.com/trace"
@@ -38,7 +38,8 @@ def traced(project: str) -> Log:
     """
 
     def write(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
-        trace = {TRACE: f"projects/{project}/traces/{trace_id(run)}"} if run else {}
+        # A request may name any text as its run.
+        trace = {TRACE: f"projects/{project}/traces/{trace_id(run)}"} if is_run_id(run) else {}
         log(message, stage=stage, run=run, severity=severity, **fields, **trace)
 
     return write

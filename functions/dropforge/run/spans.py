@@ -154,15 +154,15 @@ def _phases(attempt: Attempt, path: str, reports: Reports | None) -> list[Span]:
 
 
 def _resources(entries: Iterable[LedgerEntry]) -> Iterator[Span]:
+    """One span for each resource, from the intent: the create call follows at once, `created` may be noted later."""
     for index, entry in enumerate(entries):
         attributes: dict[str, Value] = {
             "cloud.resource_id": entry.name,
             "dropforge.resource.kind": entry.kind,
             "dropforge.attempt": entry.attempt,
         }
-        began = entry.created or entry.intended
-        ended = max(entry.gone, began) if entry.gone else None
-        yield Span(f"{ROOT}/resource-{index}", "resource", began, ended, attributes)
+        ended = max(entry.gone, entry.intended) if entry.gone else None
+        yield Span(f"{ROOT}/resource-{index}", "resource", entry.intended, ended, attributes)
 
 
 def _endpoint(record: Record) -> Iterator[Span]:
