@@ -34,6 +34,7 @@ NEEDS = access.table(
     delete_service run.services.delete name
     list_revisions run.revisions.list parent
     get_revision run.revisions.get name
+    delete_revision run.revisions.delete name
     get_operation run.operations.get name
     delete_operation run.operations.delete name
     wait_operation run.operations.get name
