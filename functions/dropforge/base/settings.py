@@ -42,12 +42,17 @@ class Settings:
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
     console_url: str = ""
     operations_topic: str = ""  # of operators, who may cancel any run
+    rollout_workflow: str = ""  # of named endpoints; "": specs with `serve.endpoint` are refused
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
 
     @property
     def workflow_name(self) -> str:
         return f"projects/{self.project}/locations/{self.location}/workflows/{self.workflow}"
+
+    @property
+    def rollout_workflow_name(self) -> str:
+        return f"projects/{self.project}/locations/{self.location}/workflows/{self.rollout_workflow}"
 
     @property
     def deployment(self) -> str:

@@ -34,7 +34,7 @@ def update(cloud: Any, service: run_v2.Service, *paths: str, **fields: Any) -> A
 
 
 def move(cloud: Any, service: run_v2.Service, *traffic: dict[str, Any]) -> run_v2.Service:
-    return cloud.done(update(cloud, service, "traffic", traffic=list(traffic)))  # type: ignore[no-any-return]
+    return cloud.done(update(cloud, service, "traffic", traffic=list(traffic)))
 
 
 def candidate(cloud: Any, make: Any, service: run_v2.Service, env: dict[str, str], **template: Any) -> run_v2.Service:
@@ -42,7 +42,7 @@ def candidate(cloud: Any, make: Any, service: run_v2.Service, env: dict[str, str
     made = make.service(env, **template)
     latest = {"type": LATEST, "percent": 0, "tag": "new"}
     traffic = [by_name(service.latest_ready_revision, 100), latest]
-    return cloud.done(update(cloud, service, "template", "traffic", template=made.template, traffic=traffic))  # type: ignore[no-any-return]
+    return cloud.done(update(cloud, service, "template", "traffic", template=made.template, traffic=traffic))
 
 
 def containers(cloud: Any) -> list[str]:

@@ -91,7 +91,7 @@ def test_an_account_writes_below_its_prefixes_only(
             client.bucket(RUNS).blob(target + suffix).compose([blob], retry=None)
 
 
-READ_KEYS = {"on_job_event", "provision", "inspect", "deploy"}
+READ_KEYS = {"on_job_event", "provision", "inspect", "deploy", "rollout"}
 WRITE_KEYS = {"on_spec_uploaded", "on_spec_message", "sweep"}
 
 
