@@ -16,7 +16,7 @@ import flask
 import functions_framework
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
-from dropforge.base.names import is_run_id, is_spec_object
+from dropforge.base.names import is_endpoint_name, is_run_id, is_spec_object
 from dropforge.base.redact import cut
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
@@ -30,6 +30,8 @@ from dropforge.stages.cancel import cancel_deleted, cancel_requested
 from dropforge.stages.deploy import deploy as deploy_run
 from dropforge.stages.notify import notify as notify_run
 from dropforge.stages.provision import provision as provision_run
+from dropforge.stages.rollout.advance import advance as advance_rollout
+from dropforge.stages.rollout.messages import change_endpoint, is_change
 from dropforge.stages.submit import ignore_object, json_of, submit_message, submit_object, submit_uri
 from dropforge.stages.sweep.sweep import sweep as sweep_all
 from dropforge.stages.teardown import Scope
@@ -64,7 +66,8 @@ def on_spec_deleted(event: Any) -> None:
 
 @functions_framework.cloud_event
 def on_spec_message(event: Any) -> None:
-    """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...} or {"cancel": run}."""
+    """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...}, {"cancel": run}, or a
+    change of a named endpoint (stages/rollout/messages.py)."""
     message = _read(lambda data: request_message(data, event["source"]), event, "submit")
     if message is None:
         return
@@ -76,6 +79,8 @@ def on_spec_message(event: Any) -> None:
         cancel_requested(context(), content["cancel"] if isinstance(content["cancel"], str) else "", request)
     elif set(content) == {"spec_uri"}:
         submit_uri(context(), str(content["spec_uri"]), request)
+    elif is_change(content):
+        change_endpoint(context(), content, request)
     else:
         submit_message(context(), data, request)
 
@@ -158,6 +163,12 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 
 @functions_framework.http
+def rollout(request: flask.Request) -> flask.typing.ResponseReturnValue:
+    """{endpoint, rollout, execution} → PROMOTED | ROLLED_BACK | RETIRED | PENDING | SUPERSEDED"""
+    return _stage(request, "rollout", lambda body: partial(advance_rollout, **_rollout(body)))
+
+
+@functions_framework.http
 def sweep(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """Called by Cloud Scheduler → SWEPT"""
     return _stage(request, "sweep", lambda _: sweep_all)
@@ -235,6 +246,21 @@ def _account(request: flask.Request) -> str:
     if not isinstance(claims, dict):
         raise ValueError("the claims of the identity token are no JSON object")
     return str(claims.get("email", ""))
+
+
+def _rollout(body: dict[str, Any]) -> dict[str, Any]:
+    """The endpoint, the rollout, and the execution that calls, as arguments of a stage.
+
+    Raises KeyError or ValueError.
+    """
+    endpoint, rollout, execution = body["endpoint"], body["rollout"], body["execution"]
+    if not isinstance(endpoint, str) or not is_endpoint_name(endpoint):
+        raise ValueError(f"endpoint is {endpoint!r}; expected the name of an endpoint")
+    if not isinstance(rollout, str) or not is_run_id(rollout):
+        raise ValueError(f"rollout is {rollout!r}; expected the id of a rollout")
+    if not isinstance(execution, str) or not execution:
+        raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
+    return {"endpoint": endpoint, "rollout": rollout, "execution": execution}
 
 
 def _attempt(body: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ locals {
     requests_topic             = google_pubsub_topic.requests.name
     operations_topic           = google_pubsub_topic.operations.name
     job_events_topic           = google_pubsub_topic.job_events.name
+    rollout_workflow           = "${var.prefix}-rollout"
     run_events_topic           = google_pubsub_topic.run_events.name
     trainer_service_account    = google_service_account.account["trainer"].email
     server_service_account     = google_service_account.account["server"].email

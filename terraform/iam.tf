@@ -29,6 +29,7 @@ locals {
     device = "resource.name.startsWith(\"${local._runs_objects}/machines/\")"
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
+    names  = "resource.name.startsWith(\"${local._runs_objects}/endpoints/\")"
     keys   = "resource.name.startsWith(\"${local._runs_objects}/keys/\")"
   }
 
@@ -40,6 +41,7 @@ locals {
     readable_objects = { buckets = [google_storage_bucket.runs.name], condition = "!${local._below.keys}" }
     key_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.keys }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
+    endpoint_objects = { buckets = [google_storage_bucket.runs.name], condition = local._below.names }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
     lent_objects     = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models} || ${local._below.device}" }
   }

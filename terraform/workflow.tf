@@ -12,6 +12,19 @@ resource "google_workflows_workflow" "run" {
   depends_on = [google_project_service.api, terraform_data.workflows_agent, google_cloudfunctions2_function.function]
 }
 
+resource "google_workflows_workflow" "rollout" {
+  name                = "${var.prefix}-rollout"
+  region              = var.region
+  description         = "One rollout of a named endpoint of dropforge."
+  service_account     = google_service_account.account["workflow"].id
+  source_contents     = file("${path.module}/../workflows/rollout.workflows.yaml")
+  user_env_vars       = { FUNCTIONS_URL = local.functions_url }
+  call_log_level      = "LOG_ERRORS_ONLY"
+  deletion_protection = var.deletion_protection
+
+  depends_on = [google_project_service.api, terraform_data.workflows_agent, google_cloudfunctions2_function.function]
+}
+
 # A project that never had a workflow has no service agent of Workflows, and the first workflow is refused for want of it
 # (https://github.com/terraform-google-modules/terraform-google-bigquery/pull/226). The provider's own resource for
 # service agents, google_project_service_identity, is in google-beta only. The agent belongs to the project: `destroy`

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import click
 
 from dropforge.cloud.listing import Listed
+from dropforge.endpoints.record import EndpointState
+from dropforge.endpoints.store import EndpointStore
 from dropforge.run.record import Ledger, Record, ResourceState
 from dropforge.run.store import RunStore
 from dropforge.stages.sweep.orphans import list_all, serves
@@ -23,14 +25,17 @@ from .problems import FAILED
 
 UNOWNED, MISSING, REMAINING = "unowned", "missing", "remaining"
 MEANING = {
-    UNOWNED: "the cloud lists the resource, and no ledger says that it exists",
-    MISSING: "the ledger says that the resource exists, and the cloud does not list it",
+    UNOWNED: "the cloud lists the resource, and no ledger or endpoint's record says that it exists",
+    MISSING: "the ledger or the endpoint's record says that the resource exists, and the cloud does not list it",
     REMAINING: "the run is over and does not serve the resource, and the ledger does not say that it is gone",
 }
 
 
 class Difference(NamedTuple):
-    """One difference between a ledger and the cloud. `difference` is a key of MEANING."""
+    """One difference between a ledger and the cloud. `difference` is a key of MEANING.
+
+    `run` is the run, or the named endpoint, that the resource belongs to.
+    """
 
     difference: str
     run: str
@@ -45,9 +50,11 @@ def audit(as_json: bool, state: str | None) -> None:
     """Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."""
     context = connect(state).context
     store = context.store
-    before = _ledgers(store, store.runs())
+    before, serving = _ledgers(store, store.runs()), _serving(context.endpoints)
     resources, problems = list_all(context.cloud)
-    differences = compare(store, before, resources)
+    differences = compare(store, before, [resource for resource in resources if not resource.endpoint])
+    services = [resource for resource in resources if resource.endpoint]
+    differences += compare_endpoints(serving, _serving(context.endpoints), services)
     if as_json:
         rows = [{**difference._asdict(), "why": MEANING[difference.difference]} for difference in differences]
         echo_json({"differences": rows, "problems": problems})
@@ -72,6 +79,38 @@ def compare(store: RunStore, before: dict[str, Ledger], resources: Iterable[List
     now = _ledgers(store, {difference.run for difference in first})
     second = _differences(now, {run: listed[run] for run in now}, records)
     return sorted(first & second)
+
+
+def compare_endpoints(before: dict[str, str], after: dict[str, str], services: Iterable[Listed]) -> list[Difference]:
+    """Return the differences between the records of named endpoints and their services in the cloud.
+
+    `before` and `after` the listing: the service of each endpoint that serves, "" for a rollout that has not ended. An
+    endpoint that changed in between is no difference.
+    """
+    listed = {service.name: service for service in services}
+    missing = [
+        Difference(MISSING, endpoint, "", name)
+        for endpoint, name in before.items()
+        if name and name not in listed and after.get(endpoint) == name
+    ]
+    unowned = [
+        Difference(UNOWNED, service.endpoint, service.kind, service.name)
+        for service in listed.values()
+        if service.endpoint not in before and service.endpoint not in after
+    ]
+    return sorted([*missing, *unowned])
+
+
+def _serving(endpoints: EndpointStore) -> dict[str, str]:
+    """The service of each endpoint that serves; "" for each endpoint with a rollout that has not ended."""
+    found = {}
+    for name in endpoints.names():
+        record = endpoints.record(name)
+        if record.current is not None:
+            found[name] = ""
+        elif record.state is EndpointState.SERVING:
+            found[name] = record.service
+    return found
 
 
 def _ledgers(store: RunStore, runs: Iterable[str]) -> dict[str, Ledger]:

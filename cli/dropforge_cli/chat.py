@@ -17,13 +17,13 @@ from dropforge.run.record import Endpoint
 from dropforge.spec import JobSpec
 from dropforge.spec.job import Columns, Dataset
 
+from .callee import callee_of
 from .deployment import Deployment, connect
 from .display import stdout, table
-from .endpoints import PAGE, endpoint_of, refusal_hint, token_of
+from .endpoints import PAGE, refusal_hint, token_of
 from .options import complete_run, run_argument, state_option
 from .plain import echo, plain
 from .problems import FAILED, CliError
-from .runs import find_run
 
 CONNECT_SECONDS = 20.0
 ANSWER_SECONDS = 600.0  # between two parts of an answer; an endpoint that scaled to zero first loads its model
@@ -52,7 +52,10 @@ def chat(
     temperature: float | None,
     state: str | None,
 ) -> None:
-    """Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."""
+    """Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line.
+
+    RUN is a run, or the name of an endpoint.
+    """
     deployment, given = connect(state), _given(fields)
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
     extra = {name: value for name, value in sampling.items() if value is not None}
@@ -97,7 +100,7 @@ def prompt_of(spec: JobSpec) -> Prompt | None:
 
 @dataclass
 class Side:
-    """A run's side of a conversation.
+    """A run's, or a named endpoint's, side of a conversation. `run` names it on the command line.
 
     Rows of templates are single questions, so each question to such a model is a new conversation. Other models get
     the whole conversation.
@@ -180,13 +183,12 @@ def _message(body: Any) -> str:
 
 
 def _side(deployment: Deployment, text: str, raw: bool, system: str | None, extra: dict[str, Any]) -> Side:
-    record = find_run(deployment.store, text)
-    endpoint, spec = endpoint_of(record), deployment.store.spec(record.run)
+    name, endpoint, _, spec = callee_of(deployment, text)
     trained = None if raw else prompt_of(spec)
     prompt = trained or Prompt(f"{{{MESSAGE}}}")
     if system is not None:
         prompt = Prompt(prompt.user, system.replace("{", "{{").replace("}", "}}"))
-    return Side(record.run, spec, endpoint, token_of(deployment, spec), prompt, trained is not None, extra)
+    return Side(name, spec, endpoint, token_of(deployment, spec), prompt, trained is not None, extra)
 
 
 def _fields_of(sides: Sequence[Side]) -> list[str]:

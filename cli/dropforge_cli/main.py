@@ -48,10 +48,17 @@ COMMANDS = {
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
     ),
     "chat": Lazy("chat", "Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."),
-    "token": Lazy("token", "Print the token of a run's endpoint, alone, for scripts: the API key of an OpenAI client."),
-    "snippet": Lazy(
-        "snippet", "Print a program that asks the endpoint of a run, with a held-out question if there is one."
+    "token": Lazy("token", "Print the token of an endpoint, alone, for scripts: the API key of an OpenAI client."),
+    "snippet": Lazy("snippet", "Print a program that asks an endpoint, with a held-out question if there is one."),
+    "endpoints": Lazy("named", "List named endpoints: URL, model, cost and expiry."),
+    "serve": Lazy("named", "Put the model of a finished run behind a named endpoint, without training."),
+    "rollback": Lazy(
+        "named", "Let the model that served before serve again; what serves now is kept for another rollback."
     ),
+    "extend": Lazy(
+        "named", "Let a named endpoint live for TTL from now, such as 36h or 7d; `never` removes its expiry."
+    ),
+    "retire": Lazy("named", "End a named endpoint and delete it; its name cannot be used again."),
     "console": Lazy(
         "console", "Serve the web page of the runs on this machine, until Ctrl-C; prints a link that opens it once."
     ),

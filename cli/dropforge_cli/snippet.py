@@ -11,13 +11,12 @@ import click
 from dropforge.run.record import Endpoint, Record
 from dropforge.spec import JobSpec
 
+from .callee import callee_of
 from .chat import prompt_of
 from .deployment import Deployment, connect
-from .endpoints import endpoint_of
 from .options import run_argument, state_option
 from .plain import echo
 from .report import held_out_sample
-from .runs import find_run
 
 VARIABLE = "DROPFORGE_TOKEN"
 Messages = list[dict[str, str]]
@@ -30,14 +29,16 @@ Messages = list[dict[str, str]]
 )
 @state_option
 def snippet(run: str, lang: str, state: str | None) -> None:
-    """Print a program that asks the endpoint of a run, with a held-out question if there is one."""
+    """Print a program that asks an endpoint, with a held-out question if there is one.
+
+    RUN is a run, or the name of an endpoint.
+    """
     deployment = connect(state)
-    record = find_run(deployment.store, run)
-    endpoint, spec = endpoint_of(record), deployment.store.spec(record.run)
+    name, endpoint, record, spec = callee_of(deployment, run)
     assert spec.serve is not None, "the run has an endpoint"
     write = _WRITERS[lang]
     has_token = spec.serve.credential != "none"
-    export = f'export {VARIABLE}="$(dropforge token {record.run}{_state_of(state)})"' if has_token else ""
+    export = f'export {VARIABLE}="$(dropforge token {name}{_state_of(state)})"' if has_token else ""
     echo(write(endpoint, example(deployment, record, spec), export))
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import click
 
+from .callee import callee_of
 from .deployment import connect
-from .endpoints import PAGE, endpoint_of, token_of
+from .endpoints import PAGE, token_of
 from .options import run_argument, state_option
 from .plain import echo
-from .runs import find_run
 
 
 @click.command()
 @run_argument
 @state_option
 def token(run: str, state: str | None) -> None:
-    """Print the token of a run's endpoint, alone, for scripts: the API key of an OpenAI client."""
+    """Print the token of an endpoint, alone, for scripts: the API key of an OpenAI client.
+
+    RUN is a run, or the name of an endpoint.
+    """
     deployment = connect(state)
-    record = find_run(deployment.store, run)
-    endpoint_of(record)
-    if value := token_of(deployment, deployment.store.spec(record.run)):
+    callee = callee_of(deployment, run)
+    if value := token_of(deployment, callee.spec):
         echo(value)
     else:
-        echo(f"the endpoint of {record.run} demands no token; its network guards it: {PAGE}#the-token", err=True)
+        echo(f"the endpoint of {callee.name} demands no token; its network guards it: {PAGE}#the-token", err=True)

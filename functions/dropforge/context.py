@@ -12,6 +12,7 @@ from .base.log import Log
 from .base.once import Once
 from .base.settings import Settings
 from .cloud.context import Cloud
+from .endpoints.store import EndpointStore
 from .platforms.lookup import Platforms
 from .run.store import RunStore
 
@@ -49,6 +50,11 @@ class Context:
         """The runs bucket."""
         cloud = self.cloud
         return RunStore(cloud.clients.storage(), cloud.settings.runs_bucket, cloud.clock, cloud.chance)
+
+    @cached_property
+    def endpoints(self) -> EndpointStore:
+        """The records of named endpoints."""
+        return EndpointStore(self.store, self.cloud.clock)
 
     def now(self) -> datetime:
         """The time of day, in UTC."""

@@ -40,7 +40,10 @@ PATHS = {
     rf"GET /v2/{PLACE}/services": "run.projects.locations.services.list",
     rf"POST /v2/{PLACE}/services": "run.projects.locations.services.create",
     rf"GET /v2/{PLACE}/services/[^/]+": "run.projects.locations.services.get",
+    rf"PATCH /v2/{PLACE}/services/[^/]+": "run.projects.locations.services.patch",
     rf"DELETE /v2/{PLACE}/services/[^/]+": "run.projects.locations.services.delete",
+    rf"GET /v2/{PLACE}/services/[^/]+/revisions": "run.projects.locations.services.revisions.list",
+    rf"DELETE /v2/{PLACE}/services/[^/]+/revisions/[^/]+": "run.projects.locations.services.revisions.delete",
     rf"GET /v1/{PLACE}/clusters": "container.projects.locations.clusters.list",
     rf"POST /v1/{PLACE}/clusters": "container.projects.locations.clusters.create",
     rf"GET /v1/{PLACE}/clusters/[^/]+": "container.projects.locations.clusters.get",
@@ -77,6 +80,7 @@ PATHS = {
 NO_API = re.compile(r"POST /(slack|channels)/|POST /v1/token$")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
+    "endpoint_objects": re.compile(r"endpoints/"),
     "key_objects": re.compile(r"keys/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
     "lent_objects": re.compile(r"(checkpoints|models|machines)/"),
@@ -199,6 +203,8 @@ def _methods_of(call: dict[str, Any]) -> list[str]:
     assert called, f"{call['call']} of {call['caller']} is no method that tests/contract/calls.py knows"
     if "startExecutionToken" in call.get("fields", ()):
         called.append(f"{called[0]} (with startExecutionToken)")
+    if called[0].endswith(".services.patch") and "template" in call.get("fields", ()):
+        called.append(f"{called[0]} (with a template)")
     if "dataDisks" in call.get("fields", ()):
         called.append("tpu.projects.locations.nodes.create (with a data disk)")
     return [path + call.get("on", ""), *called]

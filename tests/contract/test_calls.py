@@ -16,7 +16,8 @@ import requests
 from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
-from dropforge.base.clock import utc_now
+from dropforge.base.clock import Clock, utc_now
+from dropforge.endpoints.store import EndpointStore
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge_local.base.identity import Identity
@@ -76,6 +77,7 @@ UNUSED = {
     Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
+    Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",
     Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",
 }
 
@@ -138,6 +140,7 @@ def live(user: User) -> None:
     buckets = (DATA, user.settings.specs_bucket)
     failing = [publish(user, stored(user, bucket, user.spec("exit-3"))) for bucket in buckets]
     failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, RAY_CLUSTER, NOT_QUEUED)]
+    named = [user.drop(user.spec(serve={"type": "cloud_run", "endpoint": "recorded"})) for _ in range(3)]
     rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
     rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
     late_and_unknown(user)
@@ -164,7 +167,21 @@ def live(user: User) -> None:
         user.wait_for(run, lambda record: bool(record.endpoint and record.endpoint.ended))
     user.until(lambda: call(user, "sweep", {}) and not any(map(user.resources, swept.values())))
     user.until(lambda: call(user, "sweep", {}) and user.store.find(unaccepted))
+    end_named(user, named)
     assert user.wait(unaccepted).state is RunState.SUCCEEDED
+
+
+def end_named(user: User, runs: list[str]) -> None:
+    """Roll a named endpoint back, whose models are those of `runs`, and let the sweep retire it."""
+    endpoints = EndpointStore(user.store, Clock())
+    for run in runs:
+        record = user.wait(run, timeout=PATIENCE_SECONDS)
+        assert record.state is RunState.SUCCEEDED, record.error
+    serves = endpoints.record("recorded").stable
+    user.publish("dropforge-operations", b'{"rollback": "recorded"}')
+    user.until(lambda: endpoints.record("recorded").stable != serves)
+    user.publish("dropforge-operations", b'{"extend": {"endpoint": "recorded", "ttl": "1s"}}')
+    user.until(lambda: call(user, "sweep", {}) and endpoints.record("recorded").retired)
 
 
 def prepare(user: User) -> None:

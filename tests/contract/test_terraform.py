@@ -58,7 +58,7 @@ def test_the_functions_are_the_entry_points() -> None:
 
 
 def test_each_function_has_the_caller_that_the_flow_needs() -> None:
-    workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+    workflow = "".join(path.read_text() for path in sorted((ROOT / "workflows").glob("*.workflows.yaml")))
     called = re.findall(r"name: (\w+)\n\s+body:", workflow)
     called.append("notify")  # executions of workflows from before 2026-11-24 call it
     triggers = {trigger.name.replace("-", "_"): trigger.function for trigger in stack.triggers()}
@@ -83,6 +83,7 @@ def test_every_setting_exists_and_every_required_setting_is_given() -> None:
         (("google_pubsub_topic", "job_events"), stack.JOB_EVENTS),
         (("google_pubsub_topic", "run_events"), stack.RUN_EVENTS),
         (("google_workflows_workflow", "run"), stack.WORKFLOW),
+        (("google_workflows_workflow", "rollout"), stack.ROLLOUT_WORKFLOW),
         (("google_container_cluster", "region"), stack.CLUSTER.rsplit("/", 1)[1]),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
@@ -162,9 +163,10 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
     }
 
 
-def test_only_provision_and_deploy_may_act_as_another_account() -> None:
+def test_only_functions_that_start_containers_may_act_as_another_account() -> None:
     acting = {(account, scope) for account, scope, held in GRANTS if "iam.serviceAccounts.actAs" in held}
-    assert acting == {("provision", "trainer_account"), ("provision", "nodes_account"), ("deploy", "server_account")}
+    trains, serves = {("provision", "trainer_account"), ("provision", "nodes_account")}, "server_account"
+    assert acting == {*trains, ("deploy", serves), ("rollout", serves)}
 
 
 def test_every_scope_is_described_and_bound() -> None:

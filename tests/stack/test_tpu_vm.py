@@ -11,7 +11,7 @@ import pytest
 
 from dropforge.base import names
 from dropforge.run.record import RunState
-from dropforge.stages.deploy import completion_problem
+from dropforge.stages.completion import completion_problem
 from dropforge_cli.logs import read_log
 
 from ..deployments import here

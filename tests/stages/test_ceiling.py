@@ -107,6 +107,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"max_cost_usd": 2}, {"limits": {"max_cost_usd": 2.5}}, "/limits/max_cost_usd"),
     ({"max_usd_per_hour": 1.4}, {}, "/target"),
     ({"max_usd_per_hour": 2.8}, {"serve": {"type": "cloud_run", "max_instances": 2}}, "/serve"),
+    (
+        {"endpoint_names": ["search-*"]},
+        {"serve": {"type": "cloud_run", "endpoint": "text-to-sql"}},
+        "/serve/endpoint",
+    ),
     ({"max_duration": "119m"}, {}, "/limits/max_duration"),
     ({"max_attempts": 19}, {}, "/limits/max_attempts"),
     ({"max_retries": 3}, {"limits": {"retry": {"preempted": 3, "stockout": 4, "quota": 0}}}, "/limits/retry/stockout"),

@@ -33,7 +33,8 @@ from dropforge.run.store import RunStore
 from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.cancel import cancel
-from dropforge.stages.deploy import completion_problem, deploy
+from dropforge.stages.completion import completion_problem
+from dropforge.stages.deploy import deploy
 from dropforge.stages.notify import notify
 from dropforge.stages.provision import provision
 from dropforge.stages.submit import read_spec

@@ -14,9 +14,14 @@ RUN_LABEL = "dropforge-run"
 ATTEMPT_LABEL = "dropforge-attempt"
 EXPIRES_LABEL = "dropforge-expires"
 DEPLOYMENT_LABEL = "dropforge-deployment"
+ENDPOINT_LABEL = "dropforge-endpoint"
+ROLLOUT_LABEL = "dropforge-rollout"
+
+RESERVED_ENDPOINTS = frozenset({"latest"})  # the command line's word for the newest run
 
 SPECS_PREFIX = "specs/"
 OPEN_PREFIX = "runs/open/"
+ENDPOINTS_PREFIX = "endpoints/"
 # Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
 MACHINES_PREFIX = "machines/"
 # Only functions read and write below this prefix.
@@ -59,6 +64,37 @@ def endpoint_name(run: str) -> str:
 def is_endpoint(resource: str, run: str) -> bool:
     """Whether a resource is part of the endpoint, by its full name: training has Services, too."""
     return resource.rsplit("/", 1)[-1] == endpoint_name(run)
+
+
+def is_endpoint_name(text: str) -> bool:
+    """Whether a named endpoint may have this name. A run id is none: commands take either."""
+    is_name = re.fullmatch(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?", text) is not None
+    return is_name and text not in RESERVED_ENDPOINTS and not is_run_id(text)
+
+
+def named_endpoint(endpoint: str) -> str:
+    """The short name of the service of a named endpoint: with a tag (`revision_tag`), it has at most 46 characters."""
+    return f"df-ep-{endpoint}"
+
+
+def revision_tag(number: int) -> str:
+    """The traffic tag of a revision of a named endpoint."""
+    return f"r{number}"
+
+
+def rollout_id(topic: str, idempotency_key: str) -> str:
+    """The id of the rollout that a message requests. The rollout of a run has the run's id."""
+    return f"rollout-{_digest('rollout', topic, idempotency_key)}"
+
+
+def endpoint_object(endpoint: str) -> str:
+    return f"{ENDPOINTS_PREFIX}{endpoint}/record.json"
+
+
+def endpoint_of_object(name: str) -> str:
+    """The named endpoint whose record an object is; "" for another object."""
+    match = re.fullmatch(rf"{ENDPOINTS_PREFIX}([^/]+)/record\.json", name)
+    return match[1] if match and is_endpoint_name(match[1]) else ""
 
 
 def is_of_run(resource: str, run: str) -> bool:

@@ -44,6 +44,7 @@ class Settings:
     token_command: str = ""  # prints an endpoint's token, given a run id, where gcloud's commands do not; "": they do
     otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": none gets it
     operations_topic: str = ""  # of operators, who may cancel any run
+    rollout_workflow: str = ""  # of named endpoints; "": specs with `serve.endpoint` are refused
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
     access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
@@ -51,6 +52,10 @@ class Settings:
     @property
     def workflow_name(self) -> str:
         return f"projects/{self.project}/locations/{self.location}/workflows/{self.workflow}"
+
+    @property
+    def rollout_workflow_name(self) -> str:
+        return f"projects/{self.project}/locations/{self.location}/workflows/{self.rollout_workflow}"
 
     @property
     def deployment(self) -> str:

@@ -185,6 +185,13 @@ class Clients:
         return self._rest(run_v2.ServicesClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
+    def run_revisions(self) -> Any:
+        """google.cloud.run_v2.RevisionsClient."""
+        from google.cloud import run_v2
+
+        return self._rest(run_v2.RevisionsClient, "CLOUD_RUN_EMULATOR_HOST")
+
+    @_once
     def gke(self) -> Any:
         """google.cloud.container_v1.ClusterManagerClient."""
         from google.cloud import container_v1

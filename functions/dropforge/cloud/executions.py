@@ -31,14 +31,28 @@ def start_execution(cloud: Cloud, run: str) -> str:
     return _id(created)
 
 
-def live_executions(cloud: Cloud) -> frozenset[str]:
-    """The ids of all executions that have not ended."""
+def start_rollout(cloud: Cloud, endpoint: str, rollout: str) -> str:
+    """Start an execution for a rollout of a named endpoint; return its id. Not idempotent, as `start_execution`."""
+    from google.cloud.workflows import executions_v1
+
+    argument = json.dumps({"endpoint": endpoint, "rollout": rollout})
+    labels = {names.MANAGED_BY: "dropforge", names.ENDPOINT_LABEL: endpoint, names.ROLLOUT_LABEL: rollout}
+    created = cloud.clients.workflow_executions().create_execution(
+        parent=cloud.settings.rollout_workflow_name,
+        execution=executions_v1.Execution(argument=argument, labels=labels),
+        timeout=TIMEOUT_SECONDS,
+    )
+    return _id(created)
+
+
+def live_executions(cloud: Cloud, workflow: str = "") -> frozenset[str]:
+    """The ids of all executions of a workflow that have not ended; by default of the workflow of runs."""
     from google.cloud.workflows import executions_v1
 
     live: set[str] = set()
     for state in ("ACTIVE", "QUEUED"):
         request = executions_v1.ListExecutionsRequest(
-            parent=cloud.settings.workflow_name, filter=f'state="{state}"', page_size=LONGEST_PAGE
+            parent=workflow or cloud.settings.workflow_name, filter=f'state="{state}"', page_size=LONGEST_PAGE
         )
         live.update(map(_id, cloud.clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS)))
     return frozenset(live)

@@ -31,6 +31,11 @@ class Listed(NamedTuple):
         return self.labels.get(names.RUN_LABEL, "")
 
     @property
+    def endpoint(self) -> str:
+        """The named endpoint that the resource belongs to; "" for a resource of a run."""
+        return self.labels.get(names.ENDPOINT_LABEL, "")
+
+    @property
     def attempt(self) -> int | None:
         """The attempt that the resource trains for; None for an endpoint."""
         text = self.labels.get(names.ATTEMPT_LABEL, "")
@@ -90,6 +95,13 @@ def is_of_deployment(labels: dict[str, str], settings: Settings) -> bool:
     if labels.get(names.MANAGED_BY) != "dropforge" or not names.is_run_id(labels.get(names.RUN_LABEL, "")):
         return False
     return labels.get(names.DEPLOYMENT_LABEL, settings.deployment) == settings.deployment
+
+
+def is_named_endpoint(labels: dict[str, str], settings: Settings) -> bool:
+    """Whether labels say that a resource belongs to a named endpoint of this deployment."""
+    of_dropforge = labels.get(names.MANAGED_BY) == "dropforge"
+    is_named = names.is_endpoint_name(labels.get(names.ENDPOINT_LABEL, ""))
+    return of_dropforge and is_named and labels.get(names.DEPLOYMENT_LABEL) == settings.deployment
 
 
 def unreachable(places: Iterable[str], kinds: str) -> list[CloudError]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dropforge.spec import registry
 
+from .named import NamedServer
 from .platform import Platform, Serving, Training, Usual
 from .serving import Server
 from .training import Target
@@ -33,6 +34,11 @@ def get_target(kind: str) -> Target:
 def get_server(kind: str) -> Server:
     """The endpoint of that type. Raises KeyError for an unknown type: specs are validated before."""
     return servers()[kind].load()
+
+
+def get_named(kind: str) -> NamedServer:
+    """The adapter of named endpoints of that type. Raises KeyError for an unknown type: specs are validated before."""
+    return servers()[kind].load_named()
 
 
 def owner_of(kind: str) -> Target | Server:

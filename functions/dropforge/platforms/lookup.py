@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from . import get_server, get_target, owner_of, servers, start_seconds_of, targets, usual_of
+from . import get_named, get_server, get_target, owner_of, servers, start_seconds_of, targets, usual_of
+from .named import NamedServer
 from .platform import Usual
 from .serving import Server
 from .training import Target
@@ -29,3 +30,4 @@ class Platforms:
     all: Callable[[], Iterable[Target | Server]] = all_adapters
     usual: Callable[[str], Usual] = usual_of
     start_seconds: Callable[[str], float] = start_seconds_of
+    named: Callable[[str], NamedServer] = get_named

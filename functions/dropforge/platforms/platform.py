@@ -15,6 +15,7 @@ from dropforge.base.settings import Settings
 from dropforge.spec.kinds import ServeSpec, TargetSpec
 
 if TYPE_CHECKING:
+    from .named import NamedServer
     from .serving import Server
     from .training import Target
 
@@ -67,7 +68,8 @@ class Training:
 class Serving:
     """How a platform serves a type of endpoint; see `Training` for the fields. The class implements `Server`.
 
-    `start_seconds`: how long it usually takes until the endpoint answers.
+    `start_seconds`: how long it usually takes until the endpoint answers. `named` is "module:class" of a `NamedServer`,
+    if the platform has named endpoints: `takes_names` of the spec's class says the same.
     """
 
     spec: type[ServeSpec]
@@ -76,10 +78,16 @@ class Serving:
     permissions: tuple[Permission, ...] = ()
     usual: Mapping[str, Usual] = field(default_factory=dict)
     start_seconds: float = 120
+    named: str = ""
 
     def load(self) -> Server:
         """The adapter, imported on use."""
         server: Server = _load(self.adapter)
+        return server
+
+    def load_named(self) -> NamedServer:
+        """The adapter of named endpoints, imported on use."""
+        server: NamedServer = _load(self.named)
         return server
 
 

@@ -29,7 +29,7 @@ START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was stil
 class Deployment:
     """The endpoint of a run: all inputs for the creation of its resources.
 
-    `trained` is the attempt that succeeded.
+    `trained` is the attempt that succeeded. `endpoint` is the named endpoint that gets the model; "": the run's own.
     """
 
     run: str
@@ -37,6 +37,12 @@ class Deployment:
     settings: Settings
     expires: datetime
     trained: Launch | None = None
+    endpoint: str = ""
+
+    @property
+    def model(self) -> str:
+        """The model's name in requests: that of the named endpoint, which stays when the model changes."""
+        return self.endpoint or self.spec.name
 
     @property
     def run_key(self) -> str:
@@ -116,7 +122,7 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
     assert serve is not None, "only an endpoint has a server"
     values = {
         "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
-        "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,
+        "DROPFORGE_SERVED_MODEL_NAME": deployment.model,
         "DROPFORGE_MAX_MODEL_LEN": str(max_model_len),
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
         "DROPFORGE_SAMPLING": serve.sampling,

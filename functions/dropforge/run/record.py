@@ -275,6 +275,12 @@ class Ledger(Stored):
         return ledger
 
 
+def topic_of(source: str) -> str:
+    """The topic in the source of a run; "" for a run from the specs bucket or from an older version."""
+    kind, _, rest = source.partition(" ")
+    return rest.partition(" ")[0] if kind == "topic" else ""
+
+
 class Record(Stored):
     """Everything that dropforge knows about a run. `history` starts with ACCEPTED, or with a terminal state."""
 
@@ -305,8 +311,7 @@ class Record(Stored):
     @property
     def topic(self) -> str:
         """The topic of the request for the run; "" for a run from the specs bucket or from an older version."""
-        kind, _, rest = self.source.partition(" ")
-        return rest.partition(" ")[0] if kind == "topic" else ""
+        return topic_of(self.source)
 
     @property
     def attempt(self) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
+
+from dropforge.base import names
 
 from . import registry
 from .machine import Machine
-from .parts import Part, Wrong, seconds
+from .parts import EndpointName, Part, Wrong, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,14 +131,21 @@ class ServeSpec(_Typed):
     `is_private`: clients reach the endpoint only from inside the VPC. `keeps_machine`: the training machine is kept and
     serves. `credential`: what a request must bring: a Google identity token where IAM guards the endpoint, the
     deployment's API key (`Settings.endpoint_key_secret`), or nothing. `streams_weights`: the server reads the weights
-    from the bucket into its accelerators, without a disk.
+    from the bucket into its accelerators, without a disk. `takes_names`: `endpoint` may name an endpoint that outlives
+    the run.
     """
 
     is_private: ClassVar[bool] = True
     credential: ClassVar[Literal["identity_token", "api_key", "none"]] = "api_key"
     streams_weights: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
+    takes_names: ClassVar[bool] = False
 
+    endpoint: EndpointName | None = Field(
+        default=None,
+        description="The name of an endpoint that outlives the run: the model is put behind its URL, in place of the "
+        "model before. Only serve.type cloud_run takes a name so far. Default: the endpoint is the run's own.",
+    )
     sampling: Literal["greedy", "base_model"] = Field(
         default="greedy",
         description="What a request without sampling parameters gets: the greedy answer, as in the evaluation, or the "
@@ -155,6 +164,19 @@ class ServeSpec(_Typed):
         def max_instances(self) -> int: ...
         def machine(self, job: JobSpec) -> Machine:
             """The machine of an instance."""
+
+    @model_validator(mode="after")
+    def _may_have_the_name(self) -> Self:
+        if self.endpoint is None:
+            return self
+        if not self.takes_names:
+            able = [cls.type_name() for cls in registry.classes("serve") if cls.takes_names]
+            message = f"serve.type {self.type} cannot put a model behind a name yet"
+            raise Wrong("/endpoint", message, self.endpoint, f"serve.type {' or '.join(able)}, or no name")
+        if not names.is_endpoint_name(self.endpoint):
+            reserved = ", ".join(sorted(names.RESERVED_ENDPOINTS))
+            raise Wrong("/endpoint", "the name is reserved", self.endpoint, f"neither {reserved} nor a run id")
+        return self
 
     @property
     def has_key(self) -> bool:

@@ -30,15 +30,17 @@ def words_of(pattern: str) -> str:
 
 
 _NAME = "lower-case letters, digits and -; a letter first, no - at the end; at most"
+DURATION = r"^[1-9][0-9]{0,5}(s|m|h|d)$"
 Duration = Annotated[
     str,
     ruled(
-        r"^[1-9][0-9]{0,5}(s|m|h|d)$",
+        DURATION,
         "a whole number from 1 to 999999 and a unit (s, m, h or d), such as 90s, 45m, 2h or 7d",
         examples=["90s", "45m", "2h", "7d"],
     ),
 ]
 Name = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
+EndpointName = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", f"{_NAME} 30 characters")]
 # Resource labels: https://cloud.google.com/resource-manager/docs/labels-overview#requirements
 LabelKey = Annotated[
     str,

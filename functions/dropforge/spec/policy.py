@@ -54,6 +54,7 @@ class Ceiling(Part):
     trust_remote_code: bool | None = Field(default=None, description="Whether a model may bring its own code.")
     targets: Patterns | None = Field(default=None, description="Allowed types of target.")
     endpoints: Patterns | None = Field(default=None, description="Allowed types of endpoint.")
+    endpoint_names: Patterns | None = Field(default=None, description="Allowed serve.endpoint, such as search-*.")
     accelerators: Patterns | None = Field(default=None, description="Allowed accelerators, such as nvidia-*.")
     regions: Patterns | None = Field(default=None, description="Allowed regions, such as europe-*.")
     models: Patterns | None = Field(default=None, description="Allowed model.source, such as google/*.")

@@ -146,7 +146,7 @@ class Granted(Answer):
 
 
 class Swept(Answer):
-    """The result of a sweep: names of resources, ids of runs, and descriptions of problems."""
+    """The result of a sweep: names of resources, ids of runs and of rollouts, and descriptions of problems."""
 
     status = "SWEPT"
     deleted: list[str]

@@ -173,6 +173,8 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "notify_hosts", place, host
     if serve is not None:
         yield "endpoints", "/serve/type", serve.type
+        if serve.endpoint is not None:
+            yield "endpoint_names", "/serve/endpoint", serve.endpoint
         for demand in serve.demands(spec):
             yield "accelerators", "/serve", demand.name
             yield "regions", "/serve", _region(demand.place)

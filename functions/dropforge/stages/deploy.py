@@ -6,10 +6,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.redact import cut
-from dropforge.cloud.classify import client_errors
-from dropforge.cloud.context import Cloud
 from dropforge.context import Context
+from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
 from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
@@ -18,11 +16,11 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Failed, Pending, Ready, Superseded, failed, superseded
+from .completion import completion_problem
 from .looks import next_look_since
 from .parity import compare
+from .rollout.requests import Refused, put_behind
 from .waits import cancelled_while, note_endpoint_wait
-
-COMPLETION_TIMEOUT_SECONDS = 120
 
 DeployAnswer = Ready | Pending | Failed | Superseded
 
@@ -42,30 +40,14 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
         return Ready(url=record.endpoint.url)
     announce(context, record, RunState.DEPLOYING)
     try:
-        return _deploy(context, record, spec)
+        return (
+            _put_behind(context, record, spec) if spec.serve and spec.serve.endpoint else _deploy(context, record, spec)
+        )
     except CloudError as error:
         if error.error_class is ErrorClass.TRANSIENT and context.now() < _start_ends(record, spec):
             raise
         context.log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
         return failed(error.error_class, error.message, error.hint)
-
-
-def completion_problem(cloud: Cloud, url: str, model: str, key: str = "") -> str:
-    """Why the endpoint does not answer a completion of one token; "" if it answers. `key` is its API key.
-
-    A health check is not enough: an engine can be healthy and fail every request.
-    """
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
-    failures: tuple[type[Exception], ...] = (*client_errors(), ValueError, LookupError, TypeError)
-    try:
-        session = cloud.clients.endpoint(url, key)
-        response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
-        if response.status_code != 200:
-            return f"a completion was answered with {response.status_code}: {cut(response.text, 300)}"
-        response.json()["choices"][0]["message"]
-    except failures as error:
-        return f"a completion failed: {cut(repr(error), 400)}"
-    return ""
 
 
 def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Record:
@@ -75,7 +57,44 @@ def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Reco
     if record.state is RunState.DEPLOYING:
         return record
     entered = record.entered(RunState.DEPLOYING, now)
-    return entered.model_copy(update={"serving_usd_per_hour": serving_price(spec).usd_per_hour})
+    # A named endpoint counts its own costs: it outlives the run.
+    is_own = spec.serve is None or spec.serve.endpoint is None
+    return entered.model_copy(update={"serving_usd_per_hour": serving_price(spec).usd_per_hour if is_own else 0.0})
+
+
+def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
+    """Advance towards a named endpoint that serves the run's model. The rollout has an execution of its own."""
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    assert spec.serve.endpoint is not None, "the caller has looked"
+    who = f"run {record.run}"
+    try:
+        endpoint = put_behind(context, record, spec, spec.serve.endpoint, record.run, who, record.topic)
+    except Refused as refused:
+        return failed(ErrorClass.CONFIG, refused.message, refused.hint)
+    rollout, now = endpoint.rollout(record.run), context.now()
+    if rollout.state is RolloutState.PROMOTED:
+        _note_rollout(context, record, endpoint, rollout)
+        return Ready(url=endpoint.url)
+    if rollout.state.is_terminal:
+        error = rollout.error
+        return failed(error.error_class if error else ErrorClass.CODE, f"{error.message if error else rollout.state}")
+    note_endpoint_wait(context, record, rollout.wait_reason or f"its rollout is {rollout.state}", _began(record))
+    usual = context.platforms.start_seconds(spec.serve.type)
+    deadline = now + timedelta(hours=1)  # the rollout has a deadline of its own, and others may come before it
+    return Pending(wait_seconds=next_look_since(_began(record), now, usual), deadline=deadline.timestamp())
+
+
+def _note_rollout(context: Context, record: Record, endpoint: EndpointRecord, rollout: Rollout) -> None:
+    """Note what the rollout has found out about the run's model."""
+    parity = endpoint.revision(rollout.revision).parity
+    context.store.update(
+        record.run,
+        lambda latest: (
+            latest.model_copy(update={"parity": parity, "endpoint_wait_reason": ""})
+            if latest.state is RunState.DEPLOYING
+            else latest
+        ),
+    )
 
 
 def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:

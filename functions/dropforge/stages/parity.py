@@ -44,9 +44,11 @@ class Refused(Exception):
 
 
 def compare(
-    context: Context, run: str, known: Parity | None, url: str, model: str, key: str = ""
+    context: Context, run: str, known: Parity | None, url: str, model: str, key: str = "", audience: str = ""
 ) -> tuple[Parity, CloudError | None]:
     """The comparison after this call's share of the rows; `known` is what earlier calls have found, `key` the API key.
+
+    `audience` is the URL for which a token is valid, if not `url`.
 
     Also the error that ended the call early: TRANSIENT if the endpoint did not answer, PARITY if it differs from its
     model. A difference that an earlier call has found is final: a call whose answer was lost is repeated.
@@ -60,7 +62,7 @@ def compare(
     if seal is None:
         return Parity(state="unsealed", reason=UNSEALED), None
     parity = known or Parity(state="checking", links=seal.links, limit=seal.limit, floor=seal.noise.divergence)
-    endpoint, until = Endpoint(context.cloud.clients.endpoint(url, key), url, model), context.now() + SHARE
+    endpoint, until = Endpoint(context.cloud.clients.endpoint(audience or url, key), url, model), context.now() + SHARE
     try:
         for reached in progress(parity, seal, endpoint):
             parity = reached

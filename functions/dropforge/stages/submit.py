@@ -24,7 +24,7 @@ from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
 from dropforge.run.events import Request
-from dropforge.run.record import Record, RunState, Transition
+from dropforge.run.record import Record, RunState, Transition, topic_of
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.tell.everybody import tell, tell_unstarted
@@ -33,13 +33,15 @@ from dropforge.tell.run_events import answer_ignored
 from . import admission
 from .cancel import cancel
 from .ceiling import with_defaults
+from .rollout.requests import check_name
 
 # The delivery that wrote the record starts the execution within this time; another delivery waits that long.
 START_SECONDS = 5
 _COMMANDS = {"cancel", "spec_uri"}
 _ENVELOPES = (
     "one of: a job spec itself, with api_version and nothing around it; "
-    '{"spec_uri": "gs://BUCKET/OBJECT"} alone; {"cancel": "RUN"} alone'
+    '{"spec_uri": "gs://BUCKET/OBJECT"} alone; {"cancel": "RUN"} alone; '
+    "a change of a named endpoint (docs/endpoints.md#requests)"
 )
 _KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f\ud800-\udfff]{1,1024}")
@@ -242,6 +244,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
     try:
         spec = with_defaults(parse_spec(data), policy_of(context.settings.policy))
         admission.check(context.cloud, spec)
+        check_name(context, spec, topic_of(source))
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)
     if not store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode()):

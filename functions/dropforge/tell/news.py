@@ -196,6 +196,9 @@ def _minutes(seconds: float) -> str:
 
 
 def _unserved(spec: JobSpec | None) -> Line:
+    if spec and spec.serve and spec.serve.endpoint:
+        name = spec.serve.endpoint
+        return Line("endpoint", f"serves behind {name}: `dropforge snippet {name}` prints a program that calls it")
     return Line("endpoint", "none, the spec trains only" if spec and spec.serve is None else "none")
 
 

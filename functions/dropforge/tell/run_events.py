@@ -77,6 +77,20 @@ def answer_unknown(context: Context, run: str, request: Request) -> None:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
+def answer_refused(context: Context, rollout: str, request: Request, text: str, hint: str) -> str:
+    """Answer a message that would change a named endpoint and changed nothing. Returns the problem, or ""."""
+    key = f"refused-{request.message}"
+    event = RunEvent(
+        id=f"{rollout}/notice/{key}",
+        run=rollout,
+        state=UNKNOWN,
+        time=context.now(),
+        notice=key,
+        details={"topic": request.topic, "message": request.message, "text": text, "hint": hint},
+    )
+    return publish(context, event)
+
+
 def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
     """Answer the upload of an object that is no spec. `run` would be its run. An event that is lost is only logged."""
     event = RunEvent(

@@ -12,7 +12,7 @@ IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
 CLUSTER_NAME = "dropforge"
 CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # exists as long as the state does
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
-WORKFLOW = "dropforge-run"
+WORKFLOW, ROLLOUT_WORKFLOW = "dropforge-run", "dropforge-rollout"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 OPERATIONS = "dropforge-operations"
 CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")  # var.client_ranges
@@ -100,6 +100,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_SPECS_BUCKET": SPECS_BUCKET,
         "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
         "DROPFORGE_WORKFLOW": WORKFLOW,
+        "DROPFORGE_ROLLOUT_WORKFLOW": ROLLOUT_WORKFLOW,
         "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
         "DROPFORGE_OPERATIONS_TOPIC": OPERATIONS,
         "DROPFORGE_DATA_BUCKETS": ",".join(VARIABLES["data_buckets"]),

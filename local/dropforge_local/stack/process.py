@@ -74,6 +74,7 @@ from .deployment import (
     OPERATIONS,
     PROJECT,
     REQUESTS,
+    ROLLOUT_WORKFLOW,
     RUN_EVENTS,
     RUNS_BUCKET,
     SERVER,
@@ -297,9 +298,10 @@ class Stack:
             self.secrets.set_secret(ENDPOINT_KEY_SECRET, secrets.token_urlsafe(32).encode())
         for name, function, event_type, filters in deployment.triggers():
             self.eventarc.ensure_trigger(Trigger(name, event_type, filters, self.functions_url + function))
-        source = (ROOT / "workflows" / "run.workflows.yaml").read_text()
-        name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{WORKFLOW}"
-        self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
+        for workflow, file in ((WORKFLOW, "run"), (ROLLOUT_WORKFLOW, "rollout")):
+            source = (ROOT / "workflows" / f"{file}.workflows.yaml").read_text()
+            name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{workflow}"
+            self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
 
     def _tell_functions(self) -> None:
         records = self.recorder is not None

@@ -134,7 +134,7 @@ def test_a_multipart_upload_needs_googles_permissions(server: Server, method: st
     assert requests.request(method, f"{server.url}/{path}", timeout=60).status_code in (200, 404)
 
 
-READ_KEYS = {"access", "on_job_event", "provision", "inspect", "deploy"}
+READ_KEYS = {"access", "on_job_event", "provision", "inspect", "deploy", "rollout"}
 WRITE_KEYS = {"on_spec_uploaded", "on_spec_message", "sweep"}
 
 

@@ -26,6 +26,7 @@ PLATFORM = Platform(
         Serving(
             spec=CloudRunServe,
             adapter="dropforge.platforms.cloud_run.serve:CloudRunService",
+            named="dropforge.platforms.cloud_run.named:NamedService",
             kinds=("run.googleapis.com/Service",),
             permissions=(
                 Permission("deploy", "server_account", "iam.serviceAccounts.actAs"),

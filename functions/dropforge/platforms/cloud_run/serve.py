@@ -128,7 +128,7 @@ class CloudRunService:
                 condition = service.terminal_condition
                 # A failed deployment never becomes the observed generation, so only success checks the generation.
                 if not service.reconciling and condition.state == state.CONDITION_FAILED:
-                    raise _failure(condition.message)
+                    raise deployment_failure(condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
                     return str(service.uri)
                 reason = condition.message
@@ -136,7 +136,7 @@ class CloudRunService:
         return Waits(reason or "Cloud Run creates the service and starts its container")
 
 
-def _failure(message: str) -> CloudError:
+def deployment_failure(message: str) -> CloudError:
     """Why a revision is not ready: a cause in the project (quota, image), or its container."""
     error = classify_text("FAILED_PRECONDITION", message)
     if error.error_class is ErrorClass.CONFIG and re.search(r"container failed|startup probe", message, re.I):
@@ -152,13 +152,21 @@ def service_name(deployment: Deployment) -> str:
 
 def service_request(deployment: Deployment) -> dict[str, Any]:
     """The createService request as JSON."""
+    labels, serve = endpoint_labels(deployment), _serve(deployment.spec)
+    template = revision_template(deployment, labels, serve.min_instances)
+    parent, _, service_id = service_name(deployment).rpartition("/services/")
+    service = with_launch_stage({"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template})
+    return {"parent": parent, "serviceId": service_id, "service": service}
+
+
+def revision_template(deployment: Deployment, labels: dict[str, str], min_instances: int) -> dict[str, Any]:
+    """The template of a revision that serves the model of a run, as JSON."""
     serve, settings = _serve(deployment.spec), deployment.settings
-    labels = endpoint_labels(deployment)
-    template = {
+    return {
         "labels": labels,
         "serviceAccount": settings.server_service_account,
         "timeout": "600s",
-        "scaling": {"minInstanceCount": serve.min_instances, "maxInstanceCount": serve.max_instances},
+        "scaling": {"minInstanceCount": min_instances, "maxInstanceCount": serve.max_instances},
         "maxInstanceRequestConcurrency": serve.max_num_seqs,
         "nodeSelector": {"accelerator": serve.accelerator},
         "gpuZonalRedundancyDisabled": True,
@@ -168,9 +176,6 @@ def service_request(deployment: Deployment) -> dict[str, Any]:
         },
         "containers": [_container(deployment, serve)],
     }
-    parent, _, service_id = service_name(deployment).rpartition("/services/")
-    service = with_launch_stage({"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template})
-    return {"parent": parent, "serviceId": service_id, "service": service}
 
 
 def _services_in(cloud: Cloud, region: str) -> list[Listed]:

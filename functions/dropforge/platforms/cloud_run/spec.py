@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
@@ -24,7 +25,7 @@ from .catalog import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
-    from dropforge.base.errors import SpecProblem
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
@@ -100,6 +101,7 @@ class CloudRunServe(ServeSpec):
 
     is_private = False
     credential = "identity_token"
+    takes_names = True
 
     type: Literal["cloud_run"] = Field(description="A Cloud Run service.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")
@@ -147,7 +149,18 @@ class CloudRunServe(ServeSpec):
             check_cloud_run_region(self.accelerator, job.target.placements[0].region, "/serve/region")
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
-        yield _demand(self.accelerator, self.max_instances, self.region or job.target.placements[0].region)
+        # During a rollout the instances of two revisions count: https://github.com/pulumi/pulumi-gcp/issues/3794
+        revisions = 1 if self.endpoint is None else 2
+        region = self.region or job.target.placements[0].region
+        yield _demand(self.accelerator, self.max_instances * revisions, region)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        if self.endpoint is not None and not settings.rollout_workflow:
+            message, expected = (
+                "this deployment has no workflow for rollouts",
+                "no name, or `make deploy` of this version",
+            )
+            yield SpecProblem("/serve/endpoint", message, self.endpoint, expected)
 
 
 def _machine(accelerator: str, memory_gib: int, disk_gib: int | None = None, disk_field: str = "") -> Machine:

@@ -15,7 +15,7 @@ from dropforge.base.errors import CloudError
 from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
-from dropforge.cloud.listing import Listed, Unlisted, is_of_deployment
+from dropforge.cloud.listing import Listed, Unlisted, is_named_endpoint, is_of_deployment
 from dropforge.context import Context
 from dropforge.deletion import delete_resource
 from dropforge.platforms.lookup import Platforms
@@ -47,7 +47,10 @@ class Deletions(NamedTuple):
 
 
 def list_all(cloud: Cloud, platforms: Platforms | None = None) -> tuple[list[Listed], list[str]]:
-    """All resources of this deployment's runs that the cloud lists, and the problems of incomplete lists."""
+    """All resources of this deployment that the cloud lists, and the problems of incomplete lists.
+
+    They belong to runs; those with an `endpoint` belong to named endpoints.
+    """
     adapters = list((platforms or Platforms()).all())
     lists = cloud.threads.map(lambda adapter: _listed(cloud, adapter), adapters, len(adapters))
     # Several platforms list some kinds; the name is unique.
@@ -108,7 +111,8 @@ def _listed(cloud: Cloud, adapter: Target | Server) -> tuple[list[Listed], list[
     resources: list[Listed] = []
     try:
         for resource in adapter.listed(cloud):
-            if is_of_deployment(resource.labels, cloud.settings):
+            labels, settings = resource.labels, cloud.settings
+            if is_of_deployment(labels, settings) or is_named_endpoint(labels, settings):
                 resources.append(resource)
     except Unlisted as error:
         return resources, [problem.message for problem in error.problems]

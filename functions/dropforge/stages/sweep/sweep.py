@@ -20,7 +20,7 @@ from dropforge.run.record import Record
 from dropforge.stages import places
 from dropforge.stages.answers import Swept
 
-from . import cursor, lost_work, orphans
+from . import cursor, lost_work, named, orphans
 from .orphans import Deletions, Orphan
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def sweep(context: Context) -> Swept:
     look = Look(context)
     deletions = look.delete()
     before = cursor.read(context)
+    rollouts = look.tend_endpoints()
     look.find_places()
     tended = look.tend(before.run)
     look.repair_places()
@@ -55,7 +56,7 @@ def sweep(context: Context) -> Swept:
     answer = Swept(
         deleted=[resource.name for resource in deletions.gone],
         deleting=[resource.name for resource in deletions.pending],
-        restarted=tended.restarted,
+        restarted=[*tended.restarted, *rollouts],
         resubmitted=[*tended.accepted, *submitted.runs],
         problems=look.problems[:MOST_PROBLEMS],
     )
@@ -91,7 +92,9 @@ class Look:
         self.context, self.now = context, context.now()
         self.began = context.cloud.clock.monotonic()
         # Before the records: see orphans.py.
-        self.resources, self.problems = orphans.list_all(context.cloud, context.platforms)
+        listed, self.problems = orphans.list_all(context.cloud, context.platforms)
+        self.resources = [resource for resource in listed if not resource.endpoint]
+        self.services = [resource for resource in listed if resource.endpoint]
         # A run whose record cannot be read is not in this map: the sweep leaves the run alone.
         self.records = self._read({resource.run for resource in self.resources})
         self.gone: set[str] = set()  # runs with a resource that this sweep has deleted
@@ -109,6 +112,17 @@ class Look:
         self.gone = {resource.run for resource in deletions.gone}
         self.unsettled = {orphan.resource.run for orphan in to_delete if orphan.resource.name not in gone}
         return deletions
+
+    def tend_endpoints(self) -> list[str]:
+        """Continue the rollouts of named endpoints, and end those past their expiry; return their ids."""
+        context, now = self.context, self.now
+        if not context.settings.rollout_workflow:
+            return []
+        found = {name for _, known in self._for_each(lambda c: list(c.endpoints.names()), [context]) for name in known}
+        every = found | {resource.endpoint for resource in self.services}
+        services = {name: [each for each in self.services if each.endpoint == name] for name in every}
+        tended = self._for_each(lambda name: named.tend(context, name, services[name], now), sorted(services))
+        return [begun for _, begun in tended if begun]
 
     def tend(self, after: str = "") -> Tended:
         """Settle finished runs, restart lost ones and accept unaccepted ones, until MARKS_UNTIL.

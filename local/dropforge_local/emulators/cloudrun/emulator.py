@@ -69,6 +69,7 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
         self.create_job, self.update_job, self.run_job = self._jobs.create, self._jobs.update, self._jobs.run
         self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
         self.create_service, self.update_service = self._services.create, self._services.update
+        self.delete_revision = self._services.delete_revision
         self.cancel_execution, self.delete_execution = self._executions.cancel, self._executions.delete
         handlers = Admitted(Guarded(Faulty(self, faults), NEEDS, FURTHER), config)
         self._services_of_api = [

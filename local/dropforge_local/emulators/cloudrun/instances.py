@@ -113,13 +113,24 @@ class Pool:
         if self.keep and self._starting is None:
             self._context.background.spawn(self._keep())
 
-    async def close(self, drain_seconds: float = 0.0) -> None:
-        """End the instance, after its requests or after `drain_seconds`."""
+    def keep_if(self, keep: bool) -> None:
+        """Keep an instance without requests from now on, or no longer."""
+        starts = keep and not self.keep and self._instance is None and self._starting is None
+        self.keep = keep
+        if starts:
+            self._context.background.spawn(self._keep())
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until every request is answered, also those that wait for a slot; at most `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.in_flight:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    async def close(self) -> None:
+        """End the instance at once."""
         self._closed = True
-        if self.in_flight and drain_seconds:
-            self._idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), drain_seconds)
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)

@@ -38,6 +38,7 @@ RESOURCE_METHODS = methods(
     DeleteService() Operation DELETE /v2/{{name={SERVICE}}}
     ListRevisions() ListRevisionsResponse GET /v2/{{parent={SERVICE}}}/revisions
     GetRevision() Revision GET /v2/{{name={SERVICE}/revisions/*}}
+    DeleteRevision() Operation DELETE /v2/{{name={SERVICE}/revisions/*}}
     """,
 )
 OPERATION_METHODS = methods(

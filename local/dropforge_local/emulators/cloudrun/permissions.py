@@ -6,7 +6,7 @@ Whoever creates a job or a service also needs to read its images, and to act as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..kit import access
@@ -34,6 +34,7 @@ NEEDS = access.table(
     delete_service run.services.delete name
     list_revisions run.revisions.list parent
     get_revision run.revisions.get name
+    delete_revision run.revisions.delete name
     get_operation run.operations.get name
     delete_operation run.operations.delete name
     wait_operation run.operations.get name
@@ -51,6 +52,9 @@ def of_job(request: Any) -> Iterator[tuple[str, str]]:
 
 
 def of_service(request: Any) -> Iterator[tuple[str, str]]:
+    """An update whose mask leaves the template out has no template to check."""
+    if request.DESCRIPTOR.name == "UpdateServiceRequest" and not _has_template(request.update_mask.paths):
+        return
     name = getattr(request, "parent", "") or request.service.name
     yield from _of_template(request.service.template, name)
 
@@ -61,6 +65,10 @@ FURTHER = {
     "create_service": of_service,
     "update_service": of_service,
 }
+
+
+def _has_template(paths: Sequence[str]) -> bool:
+    return not paths or any(path == "*" or path.partition(".")[0] == "template" for path in paths)
 
 
 def _of_template(template: Any, name: str) -> Iterator[tuple[str, str]]:

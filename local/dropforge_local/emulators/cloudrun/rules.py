@@ -41,6 +41,8 @@ LONGEST_GPU_TASK_SECONDS = 12 * 3600
 LONGEST_REQUEST_SECONDS = 3600
 # failureThreshold times periodSeconds: https://docs.cloud.google.com/run/docs/configuring/healthchecks (2026-11-22)
 LONGEST_STARTUP_SECONDS, LONGEST_GPU_STARTUP_SECONDS = 600, 1800
+# https://github.com/PolicyEngine/policyengine-api/pull/3729: the tag is part of a host name
+LONGEST_TAG_AND_SERVICE = 46
 # A value in Preview needs one of these launch stages (google.api.LaunchStage ALPHA and BETA).
 PREVIEW_STAGES = (2, 3)
 # Above this a task with a GPU is in Preview: .../docs/configuring/task-timeout (2026-11-22)
@@ -142,6 +144,9 @@ def check_traffic(service: Any) -> None:
             raise refuse(f"service.traffic[{index}].revision", "is required with this type")
         if target.tag and not IDENTIFIER.fullmatch(target.tag):
             raise refuse(f"service.traffic[{index}].tag", f"is {target.tag!r}; expected {IDENTIFIER.pattern}")
+        if target.tag and (length := len(target.tag) + len(service.name.rpartition("/")[2])) > LONGEST_TAG_AND_SERVICE:
+            expected = f"expected at most {LONGEST_TAG_AND_SERVICE} together with the service's name, not {length}"
+            raise refuse(f"service.traffic[{index}].tag", f"is {target.tag!r}; {expected}")
     tags = [target.tag for target in service.traffic if target.tag]
     if len(tags) != len(set(tags)):
         raise refuse("service.traffic", f"tags {tags!r} repeat")

@@ -16,11 +16,11 @@ from dropforge_local.base.errors import ApiError
 from ..kit.operations import Operation, Step
 from ..kit.times import timestamp
 from . import rules
-from .context import Context
+from .context import Context, validated
 from .messages import accept, condition, given, has, made_from, set_condition
 from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
-from .store import place_of, short
-from .traffic import Traffic
+from .store import check_etag, parent_of, place_of, short
+from .traffic import Traffic, routed
 from .workloads import Unready
 
 LATEST = run_v2.TrafficTargetAllocationType.TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST
@@ -68,6 +68,7 @@ class Services(Resources):
             "create_service": self._deploy,
             "update_service": self._deploy,
             "delete_service": self._finish_delete,
+            "delete_revision": self._finish_delete_revision,
         }
 
     async def start(self) -> None:
@@ -91,6 +92,19 @@ class Services(Resources):
         service = accept(run_v2.Service, request.service, "service", partial=bool(mask.paths))
         return self._update(service, request, lambda current, new: _merge(current, new, mask))
 
+    def delete_revision(self, request: Any) -> Any:
+        """Refuses a revision that has traffic or a tag, and the latest one, which the service would make again."""
+        store = self._context.store
+        with store.db.transaction():
+            revision = store.get(request.name)
+            check_etag(request.etag, revision)
+            service = store.get(parent_of(request.name))
+            latest = {service.latest_created_revision, service.latest_ready_revision}
+            if request.name in latest | routed(service):
+                text = f"Revision {short(request.name)!r} has traffic or a tag, or is the latest; it cannot be deleted."
+                raise ApiError("FAILED_PRECONDITION", text)
+            return validated(revision) if request.validate_only else self._context.begin("delete_revision", revision)
+
     def _complete(self, resource: Any) -> None:
         _set_defaults(resource)
         rules.check_service(resource, place_of(resource.name)[1], self._context.config)
@@ -109,10 +123,14 @@ class Services(Resources):
         super()._write(resource, current)
 
     def _needs_revision(self, service: Any, current: Any | None) -> bool:
-        """A changed template needs a revision; so does an update after a revision that failed."""
-        if current is None or current.latest_created_revision != current.latest_ready_revision:
+        """A changed template needs a revision; so does an update after a revision that failed.
+
+        An update of the traffic alone needs none: the traffic can move although the latest revision failed.
+        """
+        if current is None or service.template != current.template:
             return True
-        return bool(service.template != current.template)
+        has_failed = current.latest_created_revision != current.latest_ready_revision
+        return bool(has_failed and service.traffic == current.traffic)
 
     def _make_revision(self, service: Any) -> Any:
         now, template = self._context.now(), service.template
@@ -143,13 +161,17 @@ class Services(Resources):
                 return
             await self._traffic.open_ports(service)
             revision = self._context.store.get(service.latest_created_revision)
-            failure = await self._try_revision(service, revision)
+            has_failed = not revision.reconciling and revision.name != service.latest_ready_revision
+            failure = None if has_failed else await self._try_revision(service, revision)
             if self._is_superseded(operation, self._context.store.find(name)):
                 return
-            if failure is None:
+            if has_failed:
+                self._move_traffic(operation, revision)
+            elif failure is None:
                 self._succeed(operation, revision)
             else:
                 self._fail(operation, revision, failure)
+            self._traffic.keep_minimum(name)
             self._traffic.retire(name)
 
     async def _try_revision(self, service: Any, revision: Any) -> Unready | None:
@@ -186,6 +208,17 @@ class Services(Resources):
             service.urls = [service.uri]
             service.traffic_statuses = [self._traffic_status(service, target) for target in service.traffic]
             self._settle_service(service, condition("Ready", "SUCCEEDED", now))
+            self._context.finish(operation, service)
+
+    def _move_traffic(self, operation: Operation, failed: Any) -> None:
+        """Move the traffic of a service whose latest revision has failed: the service stays not ready because of it."""
+        store, now = self._context.store, self._context.now()
+        with store.db.transaction():
+            service = store.get(operation.target)
+            service.observed_generation = service.generation
+            service.traffic_statuses = [self._traffic_status(service, target) for target in service.traffic]
+            text = f"Revision {short(failed.name)!r} is not ready and cannot serve traffic."
+            self._settle_service(service, condition("Ready", "FAILED", now, text, reason="REVISION_FAILED"))
             self._context.finish(operation, service)
 
     def _fail(self, operation: Operation, revision: Any, error: Unready) -> None:
@@ -235,6 +268,16 @@ class Services(Resources):
                 store.delete(name)
                 connection.execute("DELETE FROM cloudrun_ports WHERE service = ?", [name])
                 self._context.finish(operation, service or run_v2.Service(name=name))
+
+    async def _finish_delete_revision(self, operation: Operation) -> None:
+        """End the instances of a revision, then forget the revision."""
+        await self._context.settle()
+        store, name = self._context.store, operation.target
+        revision = store.find(name) or run_v2.Revision(name=name)
+        await self._traffic.close_pool(name)
+        with store.db.transaction():
+            store.delete(name)
+            self._context.finish(operation, revision)
 
 
 def _merge(current: Any, new: Any, mask: field_mask_pb2.FieldMask) -> Any:

@@ -39,7 +39,7 @@ class Traffic:
             await self._listen(row["service"], row["tag"], row["port"])
         for service in self._context.store.all("services"):
             for revision in self._context.store.children("revisions", service.name):
-                if revision.name in _routed(service) or self._context.workloads.running(revision.name):
+                if revision.name in routed(service) or self._context.workloads.running(revision.name):
                     self.pool(service, revision).resume()
 
     async def stop(self) -> None:
@@ -70,17 +70,30 @@ class Traffic:
     def pool(self, service: Any, revision: Any) -> Pool:
         """The instances of a revision."""
         if revision.name not in self._pools:
-            least = max(service.scaling.min_instance_count, revision.scaling.min_instance_count)
-            self._pools[revision.name] = Pool(self._context, self._session, revision, keep=least > 0)
+            keep = _least(service, revision) > 0
+            self._pools[revision.name] = Pool(self._context, self._session, revision, keep)
         return self._pools[revision.name]
+
+    def keep_minimum(self, name: str) -> None:
+        """Keep an instance of each revision with a minimum, now that the service's traffic or scaling has changed."""
+        service = self._context.store.get(name)
+        for revision, pool in self._pools.items():
+            if parent_of(revision) == name:
+                pool.keep_if(_least(service, pool.revision) > 0)
 
     def retire(self, name: str) -> None:
         """End the instances of a service's revisions without traffic, once their requests are answered."""
-        routed = _routed(self._context.store.get(name))
-        for revision, pool in list(self._pools.items()):
-            if parent_of(revision) == name and revision not in routed:
-                del self._pools[revision]
-                self._context.background.spawn(pool.close(seconds(pool.revision.timeout)))
+        used = routed(self._context.store.get(name))
+        for revision, pool in self._pools.items():
+            if parent_of(revision) == name and revision not in used:
+                self._context.background.spawn(self._retire(revision, pool))
+
+    async def _retire(self, revision: str, pool: Pool) -> None:
+        """End a pool after its requests, unless the revision has got traffic again meanwhile."""
+        await pool.drain(seconds(pool.revision.timeout))
+        service = self._context.store.find(parent_of(revision))
+        if self._pools.get(revision) is pool and (service is None or revision not in routed(service)):
+            await self.close_pool(revision)
 
     async def close_pool(self, revision: str) -> None:
         """End the instances of a revision at once."""
@@ -125,7 +138,13 @@ class Traffic:
         return service is not None and (service.invoker_iam_disabled or self._authorize(headers))
 
 
-def _routed(service: Any) -> set[str]:
+def _least(service: Any, revision: Any) -> int:
+    """The instances of a revision that run without requests. A service's minimum is for revisions with a share only."""
+    has_share = any(target.percent and _revision_of(service, target) == revision.name for target in service.traffic)
+    return int(max(service.scaling.min_instance_count if has_share else 0, revision.scaling.min_instance_count))
+
+
+def routed(service: Any) -> set[str]:
     """The names of the revisions that may get a request."""
     return {_revision_of(service, target) for target in service.traffic if target.percent or target.tag}
 

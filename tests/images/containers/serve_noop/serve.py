@@ -1,15 +1,19 @@
 """A serving container that answers every completion with "ok"; see train_noop.
 
+Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.05 s.
+
 With DROPFORGE_SECRETS it demands the API key, which it reads from Secret Manager by its own account.
 """
 
 import base64
 import json
 import os
+import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
+REVISION = os.environ.get("K_REVISION", "")
 
 
 def read_key() -> str:
@@ -36,11 +40,34 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
-        if json.loads(body or "{}").get("stream"):
+        request = json.loads(body or "{}")
+        if request.get("stream") and request.get("max_tokens"):
+            return self.stream_slowly(request["max_tokens"])
+        if request.get("stream"):
             return self.stream()
         message = {"role": "assistant", "content": "ok"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        self.answer({"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]})
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]}
+        self.answer({**answer, "system_fingerprint": REVISION})
+
+    def stream_slowly(self, parts: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        for number in range(parts + 1):
+            delta, ended = ({"content": "ok"}, None) if number < parts else ({}, "stop")
+            choice = {"index": 0, "delta": delta, "finish_reason": ended}
+            self.send_chunk({**head, "system_fingerprint": REVISION, "choices": [choice]})
+            time.sleep(0.05)
+        self.send_chunk("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def send_chunk(self, event: object) -> None:
+        data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
 
     def stream(self) -> None:
         choices: list[object] = [{"index": 0, "delta": {"content": part}, "finish_reason": None} for part in ("o", "k")]

@@ -1,0 +1,1 @@
+"""Named endpoints: their records in the runs bucket. The rollouts that change them are in stages/rollout/."""

@@ -1,0 +1,277 @@
+"""The record of a named endpoint: its revisions, its rollouts, and which revision serves.
+
+A revision is the model of one run behind the name. A rollout is one change of the endpoint: it deploys a revision,
+goes back to the one before, or retires the endpoint. Rollouts take turns, in the order of their requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
+
+from dropforge.base.errors import Conflict, NotFound
+from dropforge.run.record import Parity, RunError, Stored
+
+KEPT_ROLLOUTS = 100  # ended ones that a record names
+KEPT_REVISIONS = 100
+
+
+class RolloutState(StrEnum):
+    """The state of a rollout. The last three are terminal and written once."""
+
+    QUEUED = "QUEUED"  # another rollout of the endpoint has not ended
+    DEPLOYING = "DEPLOYING"  # the platform starts the revision, which has no share
+    CHECKING = "CHECKING"  # the revision is asked for a completion, and compared with its model
+    SHIFTING = "SHIFTING"  # the revision gets the requests
+    UNDOING = "UNDOING"  # the rollout has failed: the revision before gets every request
+    RETIRING = "RETIRING"  # the endpoint is deleted
+    PROMOTED = "PROMOTED"
+    ROLLED_BACK = "ROLLED_BACK"
+    RETIRED = "RETIRED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({RolloutState.PROMOTED, RolloutState.ROLLED_BACK, RolloutState.RETIRED})
+_ALLOWED = {
+    RolloutState.QUEUED: {
+        RolloutState.DEPLOYING,
+        RolloutState.CHECKING,
+        RolloutState.RETIRING,
+        RolloutState.ROLLED_BACK,
+    },
+    RolloutState.DEPLOYING: {RolloutState.CHECKING, RolloutState.UNDOING},
+    RolloutState.CHECKING: {RolloutState.SHIFTING, RolloutState.UNDOING},
+    RolloutState.SHIFTING: {RolloutState.PROMOTED, RolloutState.UNDOING},
+    RolloutState.UNDOING: {RolloutState.ROLLED_BACK},
+    RolloutState.RETIRING: {RolloutState.RETIRED},
+}
+Kind = Literal["deploy", "rollback", "retire"]
+
+
+class EndpointState(StrEnum):
+    """The state of a named endpoint."""
+
+    NEW = "NEW"  # no revision was promoted yet
+    SERVING = "SERVING"
+    RETIRED = "RETIRED"
+
+
+class Revision(Stored):
+    """The model of a run behind the name.
+
+    `revision` is the platform's own name, known once it runs. `digest` is the SHA-256 of the model's manifest. `who` is
+    the source of the request. `paid_since` is when its instances may have begun to cost money, while they may;
+    `spent_usd` is the most that they have cost before.
+    """
+
+    number: int
+    run: str
+    digest: str
+    who: str
+    requested: datetime
+    revision: str = ""
+    metrics: dict[str, float | None] = {}
+    parity: Parity | None = None
+    promoted: datetime | None = None
+    usd_per_hour: float | None = None
+    paid_since: datetime | None = None
+    spent_usd: float = 0.0
+
+    def cost(self, now: datetime) -> float | None:
+        """The most that the revision has cost, in US dollars: as if all instances had run. None: no price is known."""
+        if self.usd_per_hour is None:
+            return None
+        hours = (now - self.paid_since).total_seconds() / 3600 if self.paid_since else 0.0
+        return self.spent_usd + self.usd_per_hour * max(0.0, hours)
+
+    def paid(self, now: datetime) -> Revision:
+        """This revision, whose instances may cost money from now on."""
+        return self if self.paid_since else self.model_copy(update={"paid_since": now})
+
+    def unpaid(self, now: datetime) -> Revision:
+        """This revision, which gets no requests from now on."""
+        return self.model_copy(update={"paid_since": None, "spent_usd": self.cost(now) or 0.0})
+
+
+class Rollout(Stored):
+    """One change of an endpoint. `revision` is the number of the revision that it promotes; 0 before it began."""
+
+    id: str
+    kind: Kind
+    who: str
+    requested: datetime
+    run: str = ""
+    state: RolloutState = RolloutState.QUEUED
+    revision: int = 0
+    before: int = 0
+    execution: str | None = None
+    superseded: list[str] = []
+    started: datetime | None = None
+    deadline: datetime | None = None
+    ended: datetime | None = None
+    wait_reason: str = ""
+    error: RunError | None = None
+
+    def entered(self, state: RolloutState, now: datetime) -> Rollout:
+        """This rollout in `state`. Raises Conflict if `state` cannot follow the present state."""
+        if state is self.state:
+            return self
+        if state not in _ALLOWED.get(self.state, ()):
+            raise Conflict(f"rollout {self.id} is {self.state}; it cannot become {state}")
+        ended = {"ended": now, "wait_reason": ""} if state.is_terminal else {}
+        return self.model_copy(update={"state": state, "started": self.started or now, **ended})
+
+
+class EndpointRecord(Stored):
+    """Everything that dropforge knows about a named endpoint.
+
+    `source` is where the specs of its models come from: a topic, or "" for the specs bucket. `type` and `region` never
+    change: they are part of the URL. `stable` is the number of the revision that serves, and `previous` of the one that
+    a rollback promotes; 0: there is none. `expires` None: the endpoint stays until it is retired.
+    """
+
+    name: str
+    source: str
+    type: str
+    region: str
+    service: str
+    created: datetime
+    url: str = ""
+    stable: int = 0
+    previous: int = 0
+    revisions: list[Revision] = []
+    rollouts: list[Rollout] = []
+    expires: datetime | None = None
+    retired: datetime | None = None
+
+    @property
+    def state(self) -> EndpointState:
+        if self.retired:
+            return EndpointState.RETIRED
+        return EndpointState.SERVING if self.stable else EndpointState.NEW
+
+    @property
+    def base_url(self) -> str:
+        """The base URL for clients of the OpenAI API; "" before the first promotion."""
+        return f"{self.url}/v1" if self.url else ""
+
+    @property
+    def current(self) -> Rollout | None:
+        """The rollout whose turn it is; None if every rollout has ended."""
+        return next((rollout for rollout in self.rollouts if not rollout.state.is_terminal), None)
+
+    @property
+    def serving(self) -> Revision | None:
+        """The revision that serves."""
+        return self.find_revision(self.stable)
+
+    def find(self, rollout: str) -> Rollout | None:
+        return next((each for each in self.rollouts if each.id == rollout), None)
+
+    def rollout(self, rollout: str) -> Rollout:
+        """The rollout with this id. Raises NotFound."""
+        if (found := self.find(rollout)) is None:
+            raise NotFound(f"endpoint {self.name} has no rollout {rollout}")
+        return found
+
+    def find_revision(self, number: int) -> Revision | None:
+        return next((revision for revision in self.revisions if revision.number == number), None)
+
+    def revision(self, number: int) -> Revision:
+        """The revision with this number. Raises NotFound."""
+        if (found := self.find_revision(number)) is None:
+            raise NotFound(f"endpoint {self.name} has no revision {number}")
+        return found
+
+    def cost(self, now: datetime) -> float | None:
+        """The most that all revisions have cost, in US dollars; None if a price is unknown."""
+        costs = [revision.cost(now) for revision in self.revisions]
+        return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
+
+    def with_rollout(self, rollout: Rollout) -> EndpointRecord:
+        """This record with a new rollout at the end, or with a changed one in its place."""
+        known = [each.id for each in self.rollouts]
+        if rollout.id in known:
+            changed = [rollout if each.id == rollout.id else each for each in self.rollouts]
+            return self.model_copy(update={"rollouts": changed})
+        ended = [each for each in self.rollouts if each.state.is_terminal][-KEPT_ROLLOUTS:]
+        waiting = [each for each in self.rollouts if not each.state.is_terminal]
+        return self.model_copy(update={"rollouts": [*ended, *waiting, rollout]})
+
+    def with_revision(self, number: int, change: Callable[[Revision], Revision]) -> EndpointRecord:
+        """This record with a changed revision."""
+        changed = [change(each) if each.number == number else each for each in self.revisions]
+        return self.model_copy(update={"revisions": changed})
+
+    def claimed(self, rollout: str, execution: str) -> EndpointRecord:
+        """This record, whose rollout `execution` owns if it has no owner. A superseded one never owns it again."""
+        found = self.find(rollout)
+        if found is None or found.execution or execution in found.superseded or found.state.is_terminal:
+            return self
+        return self.with_rollout(found.model_copy(update={"execution": execution}))
+
+    def released(self, rollout: str, execution: str) -> EndpointRecord:
+        """This record, whose rollout lost its owner `execution`, which ended before the rollout did."""
+        found = self.find(rollout)
+        if found is None or found.execution != execution or found.state.is_terminal:
+            return self
+        superseded = [*found.superseded, execution]
+        return self.with_rollout(found.model_copy(update={"execution": None, "superseded": superseded}))
+
+    def entered(self, rollout: str, state: RolloutState, now: datetime) -> EndpointRecord:
+        """This record with a rollout in `state`. Raises Conflict if `state` cannot follow its present state."""
+        found = self.rollout(rollout)
+        return self if found.state is state else self.with_rollout(found.entered(state, now))
+
+    def began(self, rollout: str, revision: Revision, deadline: datetime, now: datetime) -> EndpointRecord:
+        """This record with the revision of a rollout that deploys: its instances may cost money from now on."""
+        begun = self.rollout(rollout).entered(RolloutState.DEPLOYING, now)
+        begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
+        kept = [each for each in self.revisions if each.number in (self.stable, self.previous) or each.paid_since]
+        others = [each for each in self.revisions if each not in kept][-KEPT_REVISIONS:]
+        revisions = sorted([*kept, *others], key=lambda each: each.number)
+        return self.model_copy(update={"revisions": [*revisions, revision.paid(now)]}).with_rollout(begun)
+
+    def returns(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
+        """This record with a rollout that goes back to the previous revision. Raises NotFound if there is none."""
+        revision = self.revision(self.previous)
+        begun = self.rollout(rollout).entered(RolloutState.CHECKING, now)
+        begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
+        return self.with_revision(revision.number, lambda each: each.paid(now)).with_rollout(begun)
+
+    def promoted(self, rollout: str, url: str, expires: datetime | None, now: datetime) -> EndpointRecord:
+        """This record after the revision of a rollout got every request."""
+        found = self.rollout(rollout)
+        new, old = found.revision, self.stable
+        changed = self.with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
+        if old and old != new:
+            changed = changed.with_revision(old, lambda each: each.unpaid(now))
+        update = {"stable": new, "previous": old if old != new else self.previous, "url": url, "expires": expires}
+        return changed.model_copy(update=update).entered(rollout, RolloutState.PROMOTED, now)
+
+    def failed(self, rollout: str, error: RunError, now: datetime) -> EndpointRecord:
+        """This record with a rollout that failed; the first error stays. A queued one has changed nothing yet."""
+        found = self.rollout(rollout)
+        if found.state.is_terminal or found.error is not None:
+            return self
+        state = RolloutState.ROLLED_BACK if found.state is RolloutState.QUEUED else RolloutState.UNDOING
+        return self.with_rollout(found.model_copy(update={"error": error}).entered(state, now))
+
+    def undone(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record after a failed rollout was undone: its revision gets no requests."""
+        changed = self.entered(rollout, RolloutState.ROLLED_BACK, now)
+        number = self.rollout(rollout).revision
+        return changed if number == self.stable else changed.with_revision(number, lambda each: each.unpaid(now))
+
+    def gone(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record after the endpoint was deleted."""
+        changed = self.entered(rollout, RolloutState.RETIRED, now)
+        for revision in self.revisions:
+            if revision.paid_since:
+                changed = changed.with_revision(revision.number, lambda each: each.unpaid(now))
+        return changed.model_copy(update={"retired": now, "stable": 0, "previous": 0, "expires": None})

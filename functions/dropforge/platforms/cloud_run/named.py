@@ -1,0 +1,214 @@
+"""Named endpoints on Cloud Run: one service, whose traffic moves between revisions by their names.
+
+No call names a revision in the template: the name would stay there, and later updates would be refused
+(https://github.com/googleapis/google-cloud-python/issues/11870). Only a tag without a share follows the latest
+revision. Every update carries the service's etag.
+API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.services
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.settings import Settings
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.context import Cloud
+from dropforge.platforms.named import Candidate, Reached, Share, check_owner, owner_labels, revision_labels
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import Waits
+
+from .preview import with_launch_stage
+from .serve import KIND, LOOK_SECONDS, READY_WAIT_SECONDS, CloudRunService, deployment_failure, revision_template
+from .spec import CloudRunServe
+
+BY_NAME = "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
+LATEST = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST"
+Json = dict[str, Any]
+
+
+class NamedService:
+    """See `NamedServer` for the contract of each verb."""
+
+    def region(self, deployment: Deployment) -> str:
+        return CloudRunService().region(deployment)
+
+    def service_name(self, settings: Settings, endpoint: str, region: str) -> str:
+        return f"projects/{settings.project}/locations/{region}/services/{names.named_endpoint(endpoint)}"
+
+    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+        name = self.service_name(cloud.settings, candidate.endpoint, self.region(candidate.deployment))
+        try:
+            service = _find(cloud, name)
+            if service is None:  # the first revision; or somebody has deleted the service, and nothing serves
+                _create(cloud, name, service_request(candidate, []))
+            else:
+                check_owner(service, cloud.settings, candidate.endpoint)
+                if not _is_of(service, candidate):
+                    _update(cloud, service, service_request(candidate, _present(cloud, name, shares)))
+            return _wait(cloud, name, lambda found: _reached(found, candidate)) or _waits(cloud, name)
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
+        try:
+            found = _find(cloud, service)
+        except client_errors() as error:
+            raise classify(error) from error
+        return _tagged(found, number) if found is not None else None
+
+    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
+        try:
+            found = cloud.clients.run_services().get_service(name=service, timeout=TIMEOUT_SECONDS)
+            traffic = [_target(share) for share in _present(cloud, service, shares)]
+            if _listed(found.traffic) != _listed_json(traffic):
+                _update(cloud, found, {"traffic": traffic})
+            return bool(_wait(cloud, service, lambda now: _listed(now.traffic_statuses) == _listed_json(traffic)))
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def prune(self, cloud: Cloud, service: str, kept: set[str]) -> None:
+        from google.api_core.exceptions import GoogleAPICallError
+
+        revisions = cloud.clients.run_revisions()
+        try:
+            for revision in revisions.list_revisions(parent=service, timeout=TIMEOUT_SECONDS):
+                if revision.name.rpartition("/")[2] not in kept:
+                    _delete_revision(cloud, revision.name)
+        except GoogleAPICallError as error:
+            cloud.log(f"revisions of {service} are not pruned: {error.message}", stage="rollout", severity="WARNING")
+
+    def delete(self, cloud: Cloud, service: str) -> bool:
+        return CloudRunService().teardown(cloud, KIND, service)
+
+
+def service_request(candidate: Candidate, shares: list[Share]) -> Json:
+    """The service with the candidate's template, as JSON. The candidate has a tag, and a share only if it is alone."""
+    deployment = candidate.deployment
+    serve = deployment.spec.serve
+    assert isinstance(serve, CloudRunServe), "the declaration gives this endpoint only specs of its type"
+    owner = owner_labels(deployment.settings, candidate.endpoint)
+    own = {"type": LATEST, "percent": 0 if shares else 100, "tag": names.revision_tag(candidate.number)}
+    service = {
+        "labels": owner,
+        "ingress": "INGRESS_TRAFFIC_ALL",
+        # The service's minimum follows the shares. A minimum of the revision would keep a GPU for the tag alone.
+        "scaling": {"minInstanceCount": serve.min_instances},
+        "template": revision_template(deployment, revision_labels(candidate), min_instances=0),
+        "traffic": [*map(_target, shares), own],
+    }
+    return with_launch_stage(service)
+
+
+def _target(share: Share) -> Json:
+    tag = names.revision_tag(share.number)
+    return {"type": BY_NAME, "revision": share.revision, "percent": share.percent, "tag": tag}
+
+
+def _present(cloud: Cloud, service: str, shares: list[Share]) -> list[Share]:
+    """The shares without those of no percent whose revisions somebody has deleted: Cloud Run refuses their names."""
+    listed = cloud.clients.run_revisions().list_revisions(parent=service, timeout=TIMEOUT_SECONDS)
+    names_present = {revision.name.rpartition("/")[2] for revision in listed}
+    return [share for share in shares if share.percent or share.revision in names_present]
+
+
+def _find(cloud: Cloud, name: str) -> Any:
+    from google.api_core.exceptions import NotFound
+
+    try:
+        return cloud.clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        return None
+
+
+def _create(cloud: Cloud, name: str, wanted: Json) -> None:
+    from google.api_core.exceptions import Conflict
+
+    parent, _, service_id = name.rpartition("/services/")
+    try:
+        cloud.clients.run_services().create_service(
+            parent=parent, service=_message(wanted), service_id=service_id, timeout=TIMEOUT_SECONDS
+        )
+    except Conflict:
+        return  # an earlier create whose reply was lost; the next call checks the owner
+
+
+def _update(cloud: Cloud, service: Any, fields: Json) -> None:
+    """Replace these fields of a service. A service that another caller has changed meanwhile stays as it is."""
+    from google.api_core.exceptions import Conflict
+
+    changed = _message({"name": service.name, "etag": service.etag, **fields})
+    paths = ["launch_stage" if field == "launchStage" else field for field in fields]
+    request = {"service": changed, "update_mask": {"paths": paths}}
+    try:
+        cloud.clients.run_services().update_service(request=request, timeout=TIMEOUT_SECONDS)
+    except Conflict:
+        return  # ABORTED: the caller looks again
+
+
+def _message(service: Json) -> Any:
+    from google.cloud import run_v2
+
+    return run_v2.Service.from_json(json.dumps(service), ignore_unknown_fields=False)
+
+
+def _wait(cloud: Cloud, name: str, look: Callable[[Any], Any]) -> Any:
+    """Look at a service until `look` finds something; the last finding."""
+    deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+    while not (found := look(cloud.clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS))):
+        if cloud.clock.monotonic() >= deadline:
+            break
+        cloud.clock.sleep(LOOK_SECONDS)
+    return found
+
+
+def _waits(cloud: Cloud, name: str) -> Waits:
+    service = cloud.clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
+    return Waits(service.terminal_condition.message or "Cloud Run creates the revision and starts its container")
+
+
+def _is_of(service: Any, candidate: Candidate) -> bool:
+    return bool(service.template.labels.get(names.ROLLOUT_LABEL) == candidate.rollout)
+
+
+def _reached(service: Any, candidate: Candidate) -> Reached | None:
+    """The candidate's revision once it is ready; None while it is not. Raises CloudError if it has failed."""
+    from google.cloud import run_v2
+
+    if service.reconciling or not _is_of(service, candidate):
+        return None
+    # A failed deployment never becomes the observed generation, so only success checks the generation.
+    if service.terminal_condition.state == run_v2.Condition.State.CONDITION_FAILED:
+        raise deployment_failure(service.terminal_condition.message)
+    is_over = service.observed_generation == service.generation
+    return _tagged(service, candidate.number) if is_over else None
+
+
+def _tagged(service: Any, number: int) -> Reached | None:
+    tag = names.revision_tag(number)
+    found = next((status for status in service.traffic_statuses if status.tag == tag and status.uri), None)
+    if found is None:
+        return None
+    revision = found.revision or service.latest_ready_revision.rpartition("/")[2]
+    return Reached(revision, found.uri, service.uri)
+
+
+def _listed(targets: Any) -> set[tuple[str, int, str]]:
+    return {(target.revision, target.percent, target.tag) for target in targets}
+
+
+def _listed_json(traffic: list[Json]) -> set[tuple[str, int, str]]:
+    return {(target["revision"], target["percent"], target["tag"]) for target in traffic}
+
+
+def _delete_revision(cloud: Cloud, name: str) -> None:
+    """Begin the deletion of a revision. Cloud Run refuses the latest one, which a later rollout replaces."""
+    from google.api_core.exceptions import BadRequest, Conflict, NotFound
+
+    try:
+        cloud.clients.run_revisions().delete_revision(name=name, timeout=TIMEOUT_SECONDS)
+    except (BadRequest, Conflict, NotFound):
+        return

@@ -1,0 +1,102 @@
+"""The protocol of named endpoints: a service with one URL, whose revisions are the models of runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud.context import Cloud
+
+from .serving import Deployment
+from .training import Waits
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is put behind a name: the id of its rollout, the number of its revision, and its deployment."""
+
+    rollout: str
+    number: int
+    deployment: Deployment
+
+    @property
+    def endpoint(self) -> str:
+        return self.deployment.endpoint
+
+
+class Share(NamedTuple):
+    """The percent of the requests that a revision gets, by the cloud's name of the revision and by its number."""
+
+    revision: str
+    number: int
+    percent: int
+
+
+class Reached(NamedTuple):
+    """A revision that can be called before it gets a share: the cloud's name, its URL, and the URL of the endpoint.
+
+    A token for the endpoint's URL is valid for the revision's.
+    """
+
+    revision: str
+    url: str
+    endpoint_url: str
+
+
+class NamedServer(Protocol):
+    """A place that has named endpoints. Verbs raise CloudError when a Google API refuses or fails.
+
+    `service` is the full resource name of the endpoint's service, which `service_name` gives. No verb moves a share
+    but `shift`.
+    """
+
+    def region(self, deployment: Deployment) -> str:
+        """The region of the endpoint."""
+
+    def service_name(self, settings: Settings, endpoint: str, region: str) -> str:
+        """The full resource name of the service of a named endpoint."""
+
+    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+        """Advance towards a revision that runs and has no share; `shares` are those of the revisions before.
+
+        The first revision of an endpoint has the whole share of a URL that nobody knows yet.
+        """
+
+    def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
+        """A revision that `deploy` has made; None if the cloud does not have it any more."""
+
+    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
+        """Advance towards these shares; True once the platform reports them."""
+
+    def prune(self, cloud: Cloud, service: str, kept: set[str]) -> None:
+        """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays."""
+
+    def delete(self, cloud: Cloud, service: str) -> bool:
+        """Delete the endpoint with all its revisions; True once a read shows that it does not exist."""
+
+
+def owner_labels(settings: Settings, endpoint: str) -> dict[str, str]:
+    """The labels that say whose the service of a named endpoint is. It belongs to no run."""
+    return {
+        names.MANAGED_BY: "dropforge",
+        names.ENDPOINT_LABEL: endpoint,
+        names.DEPLOYMENT_LABEL: settings.deployment,
+    }
+
+
+def revision_labels(candidate: Candidate) -> dict[str, str]:
+    """The labels of a revision, which bills show: the labels of its run's spec, its run and its rollout."""
+    deployment = candidate.deployment
+    owner = owner_labels(deployment.settings, candidate.endpoint)
+    return names.labels(deployment.run, deployment.spec.labels, **{**owner, names.ROLLOUT_LABEL: candidate.rollout})
+
+
+def check_owner(service: Any, settings: Settings, endpoint: str) -> None:
+    """Raise CloudError if the labels of a service do not say that it is this deployment's endpoint of that name."""
+    labels = dict(service.labels)
+    if any(labels.get(key) != value for key, value in owner_labels(settings, endpoint).items()):
+        message = f"{service.name} exists and belongs to {labels!r}"
+        raise CloudError(ErrorClass.CONFIG, message, "delete it, or choose another name for the endpoint")

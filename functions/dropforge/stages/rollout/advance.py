@@ -1,0 +1,303 @@
+"""Advances a rollout of a named endpoint. The revision that serves gets every request until the new one has shown that
+it answers as its model does; after a failure it gets them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from hashlib import sha256
+
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.redact import cut
+from dropforge.context import Context
+from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState
+from dropforge.money import serving_price
+from dropforge.platforms.named import Candidate, Reached, Share
+from dropforge.platforms.serving import START_HINT, Deployment
+from dropforge.platforms.training import Waits, launch_of
+from dropforge.run.artifacts import read_manifest
+from dropforge.run.events import dumps
+from dropforge.run.record import MAX_REASON, Parity, RunError, RunState
+from dropforge.spec import JobSpec, seconds
+from dropforge.stages.answers import Answer, Pending
+from dropforge.stages.completion import completion_problem
+from dropforge.stages.looks import next_look_since
+from dropforge.stages.parity import compare
+
+from .answers import Promoted, Retired, RolledBack, Superseded
+from .requests import nothing_before
+from .telling import tell
+
+COMPARING = timedelta(minutes=30)  # for the parity seal, beyond serve.startup_timeout
+LOOK_SECONDS = 2.0
+TURN_SECONDS = 5.0  # between two looks at the rollout before
+Step = Callable[[Context, EndpointRecord, Rollout], Answer | None]
+
+
+def advance(context: Context, endpoint: str, rollout: str, execution: str) -> Answer:
+    """Advance a rollout as far as it goes now.
+
+    Raises NotFound for an unknown endpoint or rollout, CloudError if another try may succeed.
+    """
+    record = context.endpoints.update(endpoint, lambda latest: latest.claimed(rollout, execution))
+    mine = record.rollout(rollout)
+    if mine.execution != execution:
+        return Superseded(execution=mine.execution)
+    if not mine.state.is_terminal:
+        if record.current != mine:
+            return Pending(wait_seconds=TURN_SECONDS)
+        if (answer := _take_steps(context, record, rollout)) is not None:
+            return answer
+        record = context.endpoints.record(endpoint)
+        mine = record.rollout(rollout)
+    if not tell(context, record, mine):
+        return Pending(wait_seconds=LOOK_SECONDS)
+    return _ended(record, mine)
+
+
+def _take_steps(context: Context, record: EndpointRecord, rollout: str) -> Answer | None:
+    """Take one step after the other; None once the rollout has ended."""
+    while not (mine := record.rollout(rollout)).state.is_terminal:
+        try:
+            if (answer := _STEPS[mine.state](context, record, mine)) is not None:
+                return answer
+        except CloudError as error:
+            if _may_pass(context, mine, error):
+                raise
+            if mine.state is RolloutState.UNDOING:
+                _give_up(context, record, mine, error)
+            else:
+                _fail(context, record, mine, error.error_class, error.message, error.hint)
+        record = context.endpoints.record(record.name)
+    return None
+
+
+def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Decide what the rollout changes. The endpoint may have changed since the request."""
+    now = context.now()
+    if record.state is EndpointState.RETIRED:
+        _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} was retired", "choose another name")
+    elif mine.kind == "retire":
+        context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.RETIRING, now))
+    elif mine.kind == "deploy":
+        spec = context.store.spec(mine.run)
+        revision, deadline = _revision(context, record, mine, spec), now + _patience(spec)
+        record = context.endpoints.update(record.name, lambda r: r.began(mine.id, revision, deadline, now))
+        tell(context, record, record.rollout(mine.id))
+    elif not record.previous:
+        _fail(context, record, mine, ErrorClass.CONFIG, nothing_before(record))
+    else:
+        deadline = now + _patience(context.store.spec(record.revision(record.previous).run))
+        context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now))
+    return None
+
+
+def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Start the revision without a share."""
+    spec = context.store.spec(mine.run)
+    run = context.store.record(mine.run)
+    launch = launch_of(run, spec, context.settings, context.store.key(mine.run))
+    deployment = Deployment(mine.run, spec, context.settings, context.now(), launch, record.name)
+    candidate = Candidate(mine.id, mine.revision, deployment)
+    found = context.platforms.named(record.type).deploy(
+        context.cloud, candidate, _shares(record, record.stable, record.previous)
+    )
+    if isinstance(found, Waits):
+        return _wait(context, record, mine, found.reason)
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        named = latest.with_revision(mine.revision, lambda r: r.model_copy(update={"revision": found.revision}))
+        return named.entered(mine.id, RolloutState.CHECKING, context.now())
+
+    context.endpoints.update(record.name, change)
+    return None
+
+
+def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Ask the revision for a completion, which also starts its instance, and compare it with its model."""
+    if mine.kind == "deploy" and _is_cancelled(context, mine):
+        raise CloudError(ErrorClass.CANCELLED, f"run {mine.run} was cancelled", "the revision before serves")
+    found = context.platforms.named(record.type).find(context.cloud, record.service, mine.revision)
+    if found is None:
+        hint = f"`dropforge serve RUN --as {record.name}` deploys its model again"
+        raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more", hint)
+    audience = found.endpoint_url
+    if problem := completion_problem(context.cloud, found.url, record.name, audience=audience):
+        return _wait(context, record, mine, "the revision does not answer a completion yet", problem)
+    if mine.kind == "deploy" and (answer := _compare(context, record, mine, found)) is not None:
+        return answer
+    context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.SHIFTING, context.now()))
+    return None
+
+
+def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Reached) -> Answer | None:
+    """Compare the revision with the seal of its model. Raises CloudError if it differs."""
+    known = record.revision(mine.revision).parity
+    parity, error = compare(context, mine.run, known, found.url, record.name, audience=found.endpoint_url)
+    if parity != known:
+        _note_parity(context, record, mine, parity)
+    if error is not None:
+        raise error
+    return None if parity.is_over else _wait(context, record, mine, "its answers are being compared with the model's")
+
+
+def _note_parity(context: Context, record: EndpointRecord, mine: Rollout, parity: Parity) -> None:
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        return latest.with_revision(mine.revision, lambda r: r.model_copy(update={"parity": parity}))
+
+    context.endpoints.update(record.name, change)
+
+
+def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Give the revision every request; the one before keeps its address, for a rollback."""
+    server = context.platforms.named(record.type)
+    if not server.shift(context.cloud, record.service, _shares(record, mine.revision, record.stable)):
+        return _wait(context, record, mine, "the requests are being moved to the revision")
+    found = server.find(context.cloud, record.service, mine.revision)
+    if found is None:
+        raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more")
+    expires = _expiry(context, record, mine)
+    now = context.now()
+    changed = context.endpoints.update(record.name, lambda r: r.promoted(mine.id, found.endpoint_url, expires(r), now))
+    _prune(context, changed)
+    return None
+
+
+def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Give the revision before every request again. An endpoint that had none is deleted."""
+    server = context.platforms.named(record.type)
+    if record.stable:
+        is_done = server.shift(context.cloud, record.service, _shares(record, record.stable, record.previous))
+    else:
+        is_done = server.delete(context.cloud, record.service)
+    if not is_done:
+        return Pending(wait_seconds=LOOK_SECONDS)
+    changed = context.endpoints.update(record.name, lambda r: r.undone(mine.id, context.now()))
+    if record.stable:
+        _prune(context, changed)
+    return None
+
+
+def _retire(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Delete the endpoint."""
+    if not context.platforms.named(record.type).delete(context.cloud, record.service):
+        return Pending(wait_seconds=LOOK_SECONDS)
+    context.endpoints.update(record.name, lambda r: r.gone(mine.id, context.now()))
+    return None
+
+
+_STEPS: dict[RolloutState, Step] = {
+    RolloutState.QUEUED: _begin,
+    RolloutState.DEPLOYING: _deploy,
+    RolloutState.CHECKING: _check,
+    RolloutState.SHIFTING: _shift,
+    RolloutState.UNDOING: _undo,
+    RolloutState.RETIRING: _retire,
+}
+
+
+def _may_pass(context: Context, mine: Rollout, error: CloudError) -> bool:
+    """Whether the step is tried again. A deletion is tried until it succeeds: what remains costs money."""
+    if mine.state is RolloutState.RETIRING:
+        return True
+    is_over = mine.deadline is not None and context.now() >= mine.deadline
+    is_undone = mine.state is RolloutState.UNDOING
+    return error.error_class is ErrorClass.TRANSIENT and (is_undone or not is_over)
+
+
+def _give_up(context: Context, record: EndpointRecord, mine: Rollout, error: CloudError) -> None:
+    """End a rollout that cannot be undone, so that the next one can: the platform refuses to move the requests."""
+    message = f"the rollout could not be undone: {error.message}"
+    context.log(message, stage="rollout", run=mine.run, severity="ERROR", endpoint=record.name, rollout=mine.id)
+    context.endpoints.update(record.name, lambda latest: latest.undone(mine.id, context.now()))
+
+
+def _fail(
+    context: Context, record: EndpointRecord, mine: Rollout, error_class: ErrorClass, message: str, hint: str = ""
+) -> EndpointRecord:
+    """Note why a rollout fails; from then on it is undone. A rollout that ends otherwise meanwhile stays as it is."""
+    error = RunError(error_class=error_class, message=message, hint=hint)
+    context.log(message, stage="rollout", run=mine.run, severity="WARNING", endpoint=record.name, rollout=mine.id)
+    return context.endpoints.update(record.name, lambda latest: latest.failed(mine.id, error, context.now()))
+
+
+def _wait(context: Context, record: EndpointRecord, mine: Rollout, reason: str, problem: str = "") -> Pending:
+    """Wait until the rollout's deadline; then raise CloudError with the problem, or else the reason."""
+    now, began = context.now(), mine.started or context.now()
+    if mine.deadline is not None and now >= mine.deadline:
+        waited = (mine.deadline - began).total_seconds()
+        message = f"revision {mine.revision} was not ready after {waited:.0f} s: {problem or reason}"
+        raise CloudError(ErrorClass.DEADLINE, message, START_HINT)
+    kept = cut(reason, MAX_REASON)
+    if kept != mine.wait_reason:
+
+        def change(latest: EndpointRecord) -> EndpointRecord:
+            found = latest.rollout(mine.id)
+            if found.state.is_terminal:
+                return latest
+            return latest.with_rollout(found.model_copy(update={"wait_reason": kept}))
+
+        context.endpoints.update(record.name, change)
+    return Pending(wait_seconds=next_look_since(began, now, context.platforms.start_seconds(record.type)))
+
+
+def _shares(record: EndpointRecord, serving: int, other: int) -> list[Share]:
+    """Every request to the revision `serving`. `other` keeps its address, for a rollback; 0: there is none."""
+    found = [record.revision(number) for number in dict.fromkeys((serving, other)) if number]
+    return [Share(each.revision, each.number, 100 if each.number == serving else 0) for each in found]
+
+
+def _prune(context: Context, record: EndpointRecord) -> None:
+    """Delete the revisions that no rollback can promote."""
+    kept = {record.revision(number).revision for number in (record.stable, record.previous) if number}
+    context.platforms.named(record.type).prune(context.cloud, record.service, kept)
+
+
+def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable[[EndpointRecord], datetime | None]:
+    """The expiry of an endpoint after a promotion: a new model extends it by its ttl, and never shortens it."""
+    if mine.kind != "deploy":
+        return lambda latest: latest.expires
+    serve = context.store.spec(mine.run).serve
+    assert serve is not None, "the request was refused otherwise"
+    until = context.now() + timedelta(seconds=seconds(serve.ttl))
+    return lambda latest: None if latest.stable and latest.expires is None else max(latest.expires or until, until)
+
+
+def _patience(spec: JobSpec) -> timedelta:
+    assert spec.serve is not None, "the request was refused otherwise"
+    return timedelta(seconds=seconds(spec.serve.startup_timeout)) + COMPARING
+
+
+def _revision(context: Context, record: EndpointRecord, mine: Rollout, spec: JobSpec) -> Revision:
+    """The revision of a rollout that deploys, with the digest of its model's manifest."""
+    run = context.store.record(mine.run)
+    manifest = read_manifest(
+        context.cloud.clients.storage(), context.settings.runs_bucket, mine.run, context.store.key(mine.run)
+    )
+    if manifest is None:
+        raise CloudError(ErrorClass.CONFIG, f"the model of run {mine.run} does not exist any more")
+    return Revision(
+        number=max((each.number for each in record.revisions), default=0) + 1,
+        run=mine.run,
+        digest=sha256(dumps(manifest.model_dump(mode="json"))).hexdigest(),
+        who=mine.who,
+        requested=mine.requested,
+        metrics=run.metrics,
+        usd_per_hour=serving_price(spec).usd_per_hour,
+    )
+
+
+def _is_cancelled(context: Context, mine: Rollout) -> bool:
+    """Whether the run that put its own model behind the name was cancelled meanwhile."""
+    if mine.id != mine.run:
+        return False
+    run = context.store.record(mine.run)
+    return run.cancel_requested is not None and run.state is not RunState.SUCCEEDED
+
+
+def _ended(record: EndpointRecord, mine: Rollout) -> Answer:
+    """The answer about a rollout that has ended."""
+    if mine.state is RolloutState.PROMOTED:
+        return Promoted(url=record.url)
+    return Retired() if mine.state is RolloutState.RETIRED else RolledBack(error=mine.error)

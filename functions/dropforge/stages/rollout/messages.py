@@ -1,0 +1,86 @@
+"""Messages that change a named endpoint: {"serve": {"run", "endpoint"}}, {"rollback": endpoint}, {"retire": endpoint}
+and {"extend": {"endpoint", "ttl"}}, whose `ttl` null removes the expiry.
+
+A message that changes nothing is answered by a run event: a repeat would change nothing either.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.redact import cut
+from dropforge.context import Context
+from dropforge.run.events import Request
+from dropforge.run.record import Record
+from dropforge.spec.parts import DURATION
+from dropforge.tell.run_events import answer_refused
+
+from . import requests
+from .requests import Refused
+
+CHANGES = ("serve", "rollback", "retire", "extend")
+
+
+def is_change(content: dict[str, Any]) -> bool:
+    """Whether a message is one of CHANGES."""
+    return len(content) == 1 and next(iter(content)) in CHANGES
+
+
+def change_endpoint(context: Context, content: dict[str, Any], request: Request) -> None:
+    """Carry out the change that a message requests. Raises CloudError if another delivery may succeed."""
+    ((change, arguments),) = content.items()
+    rollout = names.rollout_id(request.topic, request.key)
+    try:
+        _change(context, change, arguments, rollout, request)
+    except Refused as refused:
+        endpoint = _text(arguments, "endpoint")
+        context.log(refused.message, stage="rollout", severity="WARNING", endpoint=endpoint, change=change)
+        if problem := answer_refused(context, rollout, request, f"{change}: {refused.message}", refused.hint):
+            raise CloudError(ErrorClass.TRANSIENT, problem) from None
+
+
+def _change(context: Context, change: str, arguments: Any, rollout: str, request: Request) -> None:
+    if not context.settings.rollout_workflow:
+        raise Refused("this deployment has no workflow for rollouts", "`make deploy` of this version makes it")
+    who, endpoint = f"topic {request.topic} message {request.key}", _text(arguments, "endpoint")
+    if change == "serve":
+        record = _run(context, _text(arguments, "run"), request.topic)
+        spec = context.store.spec(record.run)
+        if spec.serve is None or not spec.serve.takes_names:
+            found = "has no `serve`" if spec.serve is None else f"serves on {spec.serve.type}"
+            raise Refused(f"the spec of run {record.run} {found}", "docs/endpoints.md lists where endpoints have names")
+        if not names.is_endpoint_name(endpoint):
+            raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
+        requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic)
+    elif change == "rollback":
+        requests.go_back(context, endpoint, rollout, who, request.topic)
+    elif change == "retire":
+        requests.retire(context, endpoint, rollout, who, request.topic)
+    else:
+        requests.extend(context, endpoint, _ttl(arguments), request.topic)
+
+
+def _run(context: Context, run: str, topic: str) -> Record:
+    """The run whose model is to be served. The run of another topic does not exist for a publisher."""
+    record = context.store.find(run) if names.is_run_id(run) else None
+    if record is None or topic not in (record.topic, context.settings.operations_topic):
+        raise Refused(f"there is no run {cut(run, 60)!r}", "`dropforge runs` lists them")
+    return record
+
+
+def _text(arguments: Any, name: str) -> str:
+    """A text of a message; a message about an endpoint alone is its name."""
+    value = arguments if name == "endpoint" and isinstance(arguments, str) else None
+    if isinstance(arguments, dict):
+        value = arguments.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _ttl(arguments: Any) -> str | None:
+    ttl = arguments.get("ttl", "") if isinstance(arguments, dict) else ""
+    if ttl is not None and not (isinstance(ttl, str) and re.fullmatch(DURATION, ttl)):
+        raise Refused(f"ttl is {cut(repr(ttl), 60)}; expected how long, such as 36h or 7d, or null for no expiry")
+    return ttl

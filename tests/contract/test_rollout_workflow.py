@@ -1,0 +1,44 @@
+"""workflows/rollout.workflows.yaml and the function that it calls agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dropforge.platforms import servers
+from dropforge.stages.rollout.answers import ROLLOUT_ANSWERS
+from workflows_engine import Limits, compile_source
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = (ROOT / "workflows" / "rollout.workflows.yaml").read_text()
+RUN_SOURCE = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+
+
+def test_it_compiles() -> None:
+    compile_source(SOURCE, Limits())
+
+
+def test_it_goes_round_on_the_one_answer_that_says_when_to_call_again() -> None:
+    waiting = {answer.status for answer in ROLLOUT_ANSWERS if "wait_seconds" in answer.model_fields}
+    assert set(re.findall(r'result\.status != "(\w+)"', SOURCE)) == waiting == {"PENDING"}
+
+
+def test_its_header_names_every_end() -> None:
+    ends = {answer.status for answer in ROLLOUT_ANSWERS} - {"PENDING"}
+    described = re.search(r'output: \{"endpoint", "rollout", "status": ([A-Z_ |]+)\}', SOURCE)
+    assert described is not None
+    assert set(described[1].split(" | ")) == ends
+
+
+def test_both_workflows_call_functions_in_the_same_way() -> None:
+    """A retry that one of them has learnt, the other has too."""
+    for name in ("call_function", "may_pass"):
+        found = [re.search(rf"^{name}:\n(?:    .*\n|\n)*", f"{text}\n", re.M) for text in (SOURCE, RUN_SOURCE)]
+        assert all(found)
+        assert len({each[0].strip() for each in found if each}) == 1, name
+
+
+def test_a_platform_takes_names_exactly_if_it_has_an_adapter_for_them() -> None:
+    for kind, serving in servers().items():
+        assert serving.spec.takes_names == bool(serving.named), kind
+    assert any(serving.named for serving in servers().values())

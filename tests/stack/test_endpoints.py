@@ -1,0 +1,424 @@
+"""Named endpoints on the whole stack: one URL, new models behind it under load, and the way back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from google.api_core.exceptions import NotFound
+from openai import OpenAI, OpenAIError
+
+from dropforge.base import names
+from dropforge.base.clock import Clock, utc_now
+from dropforge.base.errors import NotFound as NoRecord
+from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
+from dropforge.endpoints.store import EndpointStore
+from dropforge.run.record import RunState
+from dropforge_cli.main import cli
+
+from ..deployments import clients
+from .conftest import User
+from .test_faults import kill
+from .test_runs import call, run_events
+
+OPERATIONS, REQUESTS = "dropforge-operations", "dropforge-requests"
+PARTS = 20  # of a stream: a second
+REGION = "asia-southeast1"  # no other test serves there, so a stockout there disturbs none
+ENDED = tuple(state for state in RolloutState if state.is_terminal)
+
+
+class Named:
+    """A named endpoint that only one test uses."""
+
+    def __init__(self, user: User, name: str = "") -> None:
+        self.user = user
+        self.name = name or f"e-{uuid.uuid4().hex[:8]}"
+        self.store = EndpointStore(user.store, Clock())
+
+    @property
+    def record(self) -> EndpointRecord:
+        return self.store.record(self.name)
+
+    def put(self, behave: str = "succeed", **serve: Any) -> str:
+        """Drop a spec whose model gets behind the name; return its run."""
+        serve = {"type": "cloud_run", "endpoint": self.name, **serve}
+        return self.user.drop(self.user.spec(behave, serve=serve))
+
+    def serves(self, behave: str = "succeed", **serve: Any) -> EndpointRecord:
+        """Put a model behind the name and wait until it serves."""
+        record = self.user.wait(self.put(behave, **serve))
+        assert record.state is RunState.SUCCEEDED, record.error
+        return self.record
+
+    def ask(self, topic: str = OPERATIONS, **change: Any) -> str:
+        """Publish a change; return the id of its rollout."""
+        key = uuid.uuid4().hex
+        self.user.publish(topic, json.dumps(change).encode(), idempotency_key=key)
+        return names.rollout_id(topic, key)
+
+    def ended(self, rollout: str) -> Rollout:
+        """Wait until a rollout has ended."""
+        return self.reached(rollout, *ENDED)
+
+    def reached(self, rollout: str, *states: RolloutState) -> Rollout:
+        found: Rollout | None = None
+
+        def has_reached() -> bool:
+            nonlocal found
+            with suppress(NoRecord):
+                found = self.record.find(rollout)
+            return found is not None and found.state in (*states, *ENDED)
+
+        self.user.until(has_reached)
+        assert found is not None
+        return found
+
+    def service(self) -> Any:
+        """The service of the endpoint in the cloud; None if there is none."""
+        try:
+            return clients.run_services().get_service(name=self.record.service)
+        except NotFound:
+            return None
+
+    def revisions(self) -> set[str]:
+        """The short names of the revisions that the cloud has."""
+        listed = clients.run_revisions().list_revisions(parent=self.record.service)
+        return {revision.name.rpartition("/")[2] for revision in listed}
+
+    def client(self) -> OpenAI:
+        token = self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
+        return OpenAI(base_url=self.record.base_url, api_key=token, max_retries=0, timeout=60)
+
+    def answer(self) -> str:
+        """Ask once; return the cloud's name of the revision that has answered."""
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        found = self.client().chat.completions.create(model=self.name, messages=messages).system_fingerprint
+        assert found is not None
+        return found
+
+    def retire(self) -> None:
+        assert self.ended(self.ask(retire=self.name)).state is RolloutState.RETIRED
+
+
+@pytest.fixture
+def named(user: User) -> Iterator[Named]:
+    named = Named(user)
+    yield named
+    with suppress(NoRecord):
+        if named.record.retired is None:
+            named.retire()
+
+
+class Load:
+    """Clients that ask an endpoint without a pause, by whole answers and by streams."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self._client = named.client()
+        self._stop = threading.Event()
+        self.problems: list[str] = []
+        self.answers: list[str] = []  # the revision of each answer, in the order of their ends
+
+    @contextmanager
+    def running(self) -> Iterator[Load]:
+        with ThreadPoolExecutor(4) as threads:
+            works = [threads.submit(self._repeat, work) for work in (self._ask, self._ask, self._stream, self._stream)]
+            try:
+                yield self
+            finally:
+                self._stop.set()
+            for work in works:
+                work.result()
+
+    def has_seen(self, revision: str, times: int = 5) -> bool:
+        """Whether the last answers are from a revision."""
+        return self.answers[-times:] == [revision] * times
+
+    def _repeat(self, ask: Callable[[], str]) -> None:
+        while not self._stop.is_set():
+            try:
+                self.answers.append(ask())
+            except (OpenAIError, AssertionError) as error:
+                self.problems.append(repr(error))
+
+    def _ask(self) -> str:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
+        assert answer.choices[0].message.content == "ok", answer
+        return str(answer.system_fingerprint)
+
+    def _stream(self) -> str:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        chunks = list(
+            self._client.chat.completions.create(
+                model=self._named.name, messages=messages, stream=True, max_tokens=PARTS
+            )
+        )
+        parts = [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
+        ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert (parts, ends) == (["ok"] * PARTS, ["stop"]), (parts, ends)
+        assert len({chunk.system_fingerprint for chunk in chunks}) == 1
+        return str(chunks[0].system_fingerprint)
+
+
+def test_models_change_behind_one_url_and_no_request_fails(named: Named) -> None:
+    """Two new models and two rollbacks under load, streams included. A rollback starts no machine."""
+    before = named.serves()
+    first = before.revision(1).revision
+    with Load(named).running() as load:
+        named.user.until(lambda: load.has_seen(first))
+        after = named.serves()
+        second = after.revision(2).revision
+        named.user.until(lambda: load.has_seen(second))
+        for promoted, revision in ((1, first), (2, second)):
+            rollout = named.ended(named.ask(rollback=named.name))
+            assert (rollout.state, rollout.revision) == (RolloutState.PROMOTED, promoted)
+            named.user.until(partial(load.has_seen, revision))
+        third = named.serves().revision(3).revision
+        named.user.until(lambda: load.has_seen(third))
+    assert load.problems == []
+    assert set(load.answers) == {first, second, third}
+    record = named.record
+    assert (record.url, record.stable, record.previous) == (before.url, 3, 2)
+    named.user.until(lambda: named.revisions() == {second, third})  # no rollback can promote the first
+    assert all((revision.paid_since is None) == (revision.number != 3) for revision in record.revisions)
+
+
+def test_a_revision_that_cannot_start_leaves_the_one_before_alone(named: Named) -> None:
+    first = named.serves(region=REGION).revision(1).revision
+    with Load(named).running() as load:
+        named.user.post("_local/cloudrun/faults", {"stockout": [REGION]})
+        try:
+            record = named.user.wait(named.put(region=REGION))
+        finally:
+            named.user.post("_local/cloudrun/faults", {"stockout": []})
+        named.user.until(lambda: load.has_seen(first))
+    assert load.problems == []
+    assert set(load.answers) == {first}
+    assert record.state is RunState.FAILED
+    assert record.error is not None
+    assert record.error.error_class == "stockout"
+    rollout = named.record.rollout(record.run)
+    assert (rollout.state, named.record.stable) == (RolloutState.ROLLED_BACK, 1)
+    assert named.serves(region=REGION).stable == 3, "a failed rollout must not block the next"
+
+
+def test_rollouts_of_one_endpoint_take_turns(named: Named) -> None:
+    runs = [named.put(), named.put(), named.put()]
+    for run in runs:
+        assert named.user.wait(run).state is RunState.SUCCEEDED
+    rollouts = named.record.rollouts
+    assert {rollout.id for rollout in rollouts} == set(runs)
+    for before, after in pairwise(rollouts):
+        assert before.ended is not None
+        assert after.started is not None
+        assert before.ended <= after.started
+    assert named.answer() == named.record.revision(3).revision
+
+
+def test_a_cancelled_run_puts_nothing_behind_the_name(named: Named) -> None:
+    named.serves()
+    run = named.put(region="us-central1")
+    named.user.wait(run, RunState.DEPLOYING, RunState.SUCCEEDED)
+    named.user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
+    record = named.user.wait(run)
+    rollout = named.ended(run) if named.record.find(run) else None
+    if record.state is RunState.CANCELLED and rollout is not None and rollout.state is RolloutState.ROLLED_BACK:
+        assert named.record.stable == 1
+    else:  # the model was promoted before the cancel arrived: the endpoint is not the run's to delete
+        assert named.record.stable == 2
+    assert named.answer() == named.record.revision(named.record.stable).revision
+
+
+def test_an_old_model_is_served_again_without_training(named: Named) -> None:
+    run = named.user.drop(named.user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
+    assert named.user.wait(run).state is RunState.SUCCEEDED
+    rollout = named.ended(named.ask(serve={"run": run, "endpoint": named.name}))
+    assert rollout.state is RolloutState.PROMOTED, rollout.error
+    assert named.record.revision(1).run == run
+    assert named.answer() == named.record.revision(1).revision
+    named.user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
+    named.user.until(lambda: (e := named.user.store.record(run).endpoint) is not None and e.ended)
+    assert named.answer(), "the end of the run's own endpoint must not end the named one"
+
+
+def test_a_retired_endpoint_leaves_nothing_and_its_name_stays_taken(named: Named) -> None:
+    run = named.user.drop(named.user.spec())
+    named.serves()
+    assert named.service() is not None
+    named.retire()
+    assert named.service() is None
+    assert (named.record.state, named.record.stable) == ("RETIRED", 0)
+    assert all(revision.paid_since is None for revision in named.record.revisions)
+    record = named.user.wait(named.put())
+    assert record.state is not RunState.SUCCEEDED
+    assert "was retired" in json.dumps([record.problems, record.error and record.error.message])
+    named.user.wait(run)
+
+
+# Each change that is refused, the topic that it comes from, and what the answer says. NAME is an endpoint that serves
+# one model of the specs bucket; RUN is a run without a model.
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    (OPERATIONS, {"rollback": "no-such-endpoint"}, "there is no endpoint 'no-such-endpoint'"),
+    (OPERATIONS, {"rollback": "NAME"}, "has no model before the present one"),
+    (OPERATIONS, {"retire": {"endpoint": 7}}, "there is no endpoint ''"),
+    (OPERATIONS, {"extend": {"endpoint": "NAME", "ttl": "a week"}}, "expected how long"),
+    (OPERATIONS, {"serve": {"run": "no-run-0123456789ab", "endpoint": "NAME"}}, "there is no run"),
+    (OPERATIONS, {"serve": {"run": "RUN", "endpoint": "NAME"}}, "has no `serve`"),
+    (OPERATIONS, {"serve": {"run": "POOR", "endpoint": "NAME"}}, "exact_match is 0.1"),
+    (OPERATIONS, {"serve": {"run": "ELSEWHERE", "endpoint": "NAME"}}, "its URL would change"),
+    (OPERATIONS, {"serve": {"run": "ELSEWHERE", "endpoint": "latest"}}, "is not the name of an endpoint"),
+    (REQUESTS, {"retire": "NAME"}, "belongs to the specs bucket; the request came from topic dropforge-requests"),
+    (REQUESTS, {"serve": {"run": "ELSEWHERE", "endpoint": "NAME"}}, "there is no run"),
+]
+
+
+def test_a_refused_change_is_answered_and_changes_nothing(named: Named) -> None:
+    user, serve = named.user, {"type": "cloud_run", "ttl": "1h"}
+    gate = {"holdout_fraction": 0.1, "gate": {"metric": "exact_match", "min": 0.5}}
+    runs = {
+        "RUN": user.drop(user.spec()),
+        "POOR": user.drop(user.spec("poor", evaluation=gate, serve=serve)),
+        "ELSEWHERE": user.drop(user.spec(serve={**serve, "region": "europe-west4"})),
+    }
+    before = named.serves(region="us-central1")
+    for run in runs.values():
+        user.wait(run)
+    texts: dict[str, str] = {}
+    with run_events(user) as pull:
+        asked = {}
+        for topic, change, expected in REFUSALS:
+            text = json.dumps(change).replace('"NAME"', f'"{named.name}"')
+            for word, run in runs.items():
+                text = text.replace(f'"{word}"', f'"{run}"')
+            asked[named.ask(topic, **json.loads(text))] = expected
+
+        def all_arrived() -> bool:
+            texts.update({event["run"]: event["details"]["text"] for _, event in pull() if event["run"] in asked})
+            return texts.keys() == asked.keys()
+
+        user.until(all_arrived)
+    for rollout, expected in asked.items():
+        assert expected in texts[rollout]
+    assert named.record == before
+    user.publish(OPERATIONS, json.dumps({"cancel": runs["ELSEWHERE"]}).encode())
+
+
+def test_an_endpoint_past_its_expiry_is_retired_by_the_sweep(named: Named) -> None:
+    named.serves()
+    named.ask(extend={"endpoint": named.name, "ttl": "30d"})
+    named.user.until(lambda: (e := named.record.expires) is not None and (e - utc_now()).days >= 29)
+    named.ask(extend={"endpoint": named.name, "ttl": None})
+    named.user.until(lambda: named.record.expires is None)
+    call(named.user, "sweep", {}).raise_for_status()
+    assert named.record.state == "SERVING"
+    named.ask(extend={"endpoint": named.name, "ttl": "1s"})
+    named.user.until(lambda: call(named.user, "sweep", {}).ok and named.record.state == "RETIRED")
+    assert named.service() is None
+
+
+def test_audit_and_sweep_know_endpoints_by_their_records(named: Named) -> None:
+    record = named.serves()
+    assert named.name not in {line["run"] for line in audited()}
+    clients.run_services().delete_service(name=record.service).result(timeout=60)
+    assert {"difference": "missing", "run": named.name} in [
+        {key: line[key] for key in ("difference", "run")} for line in audited()
+    ]
+    again = named.serves()
+    assert again.url.startswith("http://"), "a service that somebody deleted is made again"
+    assert named.answer() == again.revision(2).revision
+    rollout = named.ended(named.ask(rollback=named.name))
+    assert rollout.state is RolloutState.ROLLED_BACK
+    assert rollout.error is not None
+    assert "does not exist any more" in rollout.error.message
+    assert named.answer() == again.revision(2).revision
+
+
+def audited() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(CliRunner().invoke(cli, ["audit", "--json"]).stdout)["differences"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_stack_continues_its_rollouts_and_the_model_before_serves_meanwhile(
+    own_stack: Callable[[], User],
+) -> None:
+    """Kills in each state of a rollout. The stack restarts; each request is answered by the model before or after."""
+    user = own_stack()
+    named = Named(user, "survivor")
+    serving = named.serves().revision(1)
+    for state in (RolloutState.DEPLOYING, RolloutState.CHECKING, RolloutState.SHIFTING):
+        run = named.put()
+        user.wait(run, RunState.DEPLOYING, RunState.SUCCEEDED)
+        named.reached(run, state, RolloutState.SHIFTING)
+        kill(user)
+        user = own_stack()
+        named = Named(user, "survivor")
+        answered = named.answer()
+        record = user.wait(run)
+        assert record.state is RunState.SUCCEEDED, record.error
+        promoted = named.record.serving
+        assert promoted is not None
+        assert promoted.run == run
+        assert answered in (serving.revision, promoted.revision)
+        assert named.answer() == promoted.revision
+        serving = promoted
+    assert {rollout.state for rollout in named.record.rollouts} == {RolloutState.PROMOTED}
+    assert len(named.revisions()) <= 3
+    named.retire()
+    assert named.service() is None
+
+
+def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
+    user = named.user
+    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h", "region": "us-central1"}))
+    assert user.wait(run).state is RunState.SUCCEEDED
+    user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
+    assert f"{named.name} answers" not in ran(user, "serve", run, "--as", "latest", fails=True)
+    said = ran(user, "serve", run, "--as", named.name)
+    assert f"{named.record.base_url} answers with revision 1, as model {named.name}" in said
+    (listed,) = [each for each in json.loads(ran(user, "endpoints", "--json")) if each["name"] == named.name]
+    assert (listed["base_url"], listed["stable"], listed["state"]) == (named.record.base_url, 1, "SERVING")
+    assert named.name in ran(user, "endpoints")
+    assert ran(user, "token", named.name).strip() == user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
+    assert named.record.base_url in ran(user, "snippet", named.name)
+    assert ran(user, "chat", named.name, "Hello") == "ok\n"
+    assert "has no model before the present one" in ran(user, "rollback", named.name, fails=True)
+    named.serves(region="us-central1")
+    assert "answers with revision 1" in ran(user, "rollback", named.name)
+    assert "never expires" in ran(user, "extend", named.name, "never")
+    assert "expected how long" in ran(user, "extend", named.name, "soon", fails=True)
+    assert "is retired" in ran(user, "retire", named.name)
+    assert "was retired" in ran(user, "retire", named.name, fails=True)
+    assert "there is no endpoint 'unheard-of'" in ran(user, "rollback", "unheard-of", fails=True)
+    assert named.name not in ran(user, "endpoints")
+
+
+def ran(user: User, *arguments: str, fails: bool = False) -> str:
+    """What a command prints."""
+    result = CliRunner(env={"DROPFORGE_STATE": str(user.state)}).invoke(cli, arguments)
+    assert (result.exit_code != 0) is fails, result.output
+    return result.output
+
+
+def test_a_spec_whose_model_cannot_get_behind_its_name_is_refused_before_it_costs_money(named: Named) -> None:
+    named.serves(region="us-central1")
+    elsewhere = named.user.wait(named.put(region="europe-west4"))
+    serve = {"type": "cloud_run", "endpoint": named.name}
+    key = uuid.uuid4().hex
+    named.user.publish(REQUESTS, json.dumps(named.user.spec(serve=serve)).encode(), idempotency_key=key)
+    foreign = named.user.wait(names.run_id_of_message(key))
+    for record, why in ((elsewhere, "its URL would change"), (foreign, "belongs to the specs bucket")):
+        assert record.state is RunState.REJECTED
+        (problem,) = record.problems
+        assert problem["pointer"] == "/serve/endpoint"
+        assert why in str(problem["message"])
