@@ -437,6 +437,7 @@ PROMPTS: dict[str, tuple[Callable[[list[int]], list[int]], str]] = {
     "first token lost": (lambda prompt: prompt[1:], "bos: the endpoint's prompt has a further first token"),
     "first token twice": (lambda prompt: [prompt[0], *prompt], "bos: the endpoint's prompt lacks its first token"),
     "newline lost": (lambda prompt: prompt[:-1], "the chat template, or the tokenizer"),
+    "another template": (lambda prompt: [prompt[0], *prompt[3:-3]], "the chat template, or the tokenizer"),
 }
 
 
