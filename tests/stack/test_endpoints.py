@@ -246,6 +246,11 @@ def test_an_old_model_is_served_again_without_training(named: Named) -> None:
     assert rollout.state is RolloutState.PROMOTED, rollout.error
     assert named.record.revision(1).run == run
     assert named.answer() == named.record.revision(1).revision
+    headlines = named.user.slack(run, f"serves behind endpoint {named.name}")
+    assert [headline.removeprefix(":warning: ") for headline in headlines[-2:]] == [
+        f"noop is being put behind endpoint {named.name}",
+        f"noop serves behind endpoint {named.name}",
+    ]
     named.user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
     named.user.until(lambda: (e := named.user.store.record(run).endpoint) is not None and e.ended)
     assert named.answer(), "the end of the run's own endpoint must not end the named one"
