@@ -218,11 +218,14 @@ def test_the_command_line_reads_its_settings(applied: Applied) -> None:
 
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
-    (workflow,) = applied["google_workflows_workflow"]
-    assert workflow["source_contents"] == (ROOT / "workflows" / "run.workflows.yaml").read_text()
+    called = {"dropforge-run": {"provision", "inspect", "deploy", "notify", "teardown"}, "dropforge-rollout": {"rollout"}}
+    workflows = {workflow["name"]: workflow for workflow in applied["google_workflows_workflow"]}
+    assert workflows.keys() == called.keys()
     urls = {function["url"] for function in applied[FUNCTION]}
-    called = {"provision", "inspect", "deploy", "notify", "teardown"}
-    assert {workflow["user_env_vars"]["FUNCTIONS_URL"] + name for name in called} <= urls
+    for name, workflow in workflows.items():
+        source = f"{name.removeprefix('dropforge-')}.workflows.yaml"
+        assert workflow["source_contents"] == (ROOT / "workflows" / source).read_text()
+        assert {workflow["user_env_vars"]["FUNCTIONS_URL"] + function for function in called[name]} <= urls
 
 
 def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
@@ -480,6 +483,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
                 "readable_objects",
                 "key_objects",
                 "run_objects",
+                "endpoint_objects",
                 "event_objects",
                 "lent_objects",
             )

@@ -269,7 +269,7 @@ def killed_later() -> int:
 
 def orphan() -> int:
     """Leaves a process in a session of its own."""
-    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    command = [sys.executable, "-P", "-c", "import time; time.sleep(3600)"]
     os.posix_spawn(sys.executable, command, dict(os.environ), setsid=True)
     return succeed()
 
