@@ -24,7 +24,7 @@ ALWAYS = (
     Permission("on_job_event", "project", "workflows.callbacks.send"),
     Permission("provision", "trainer_account", "iam.serviceAccounts.actAs"),
     Permission("notify", "run_events_topic", "pubsub.topics.publish"),
-    Permission("trainer", "readable_objects", "storage.objects.get"),
+    Permission("access", "lent_objects", "storage.objects.create"),
     Permission("trainer", "job_events_topic", "pubsub.topics.publish"),
 )
 _EXAMPLE_RUN = "preflight"  # no run has this id: see names.is_run_id
@@ -91,7 +91,7 @@ def _resource(settings: Settings, scope: str) -> str:
     iam = f"//iam.googleapis.com/projects/{settings.project}"
     names = {
         "specs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.specs_bucket}",
-        "readable_objects": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
+        "lent_objects": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
         "run_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.run_events_topic)}",
         "job_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.job_events_topic)}",
         "trainer_account": f"{iam}/serviceAccounts/{settings.trainer_service_account}",
@@ -105,8 +105,8 @@ def _condition_context(settings: Settings, scope: str) -> dict[str, Any]:
 
     https://cloud.google.com/policy-intelligence/docs/reference/policytroubleshooter/rest/v3/iam/troubleshoot
     """
-    if scope != "readable_objects":
+    if scope != "lent_objects":
         return {}
-    name = f"projects/_/buckets/{settings.runs_bucket}/objects/runs/{_EXAMPLE_RUN}/spec.json"
+    name = f"projects/_/buckets/{settings.runs_bucket}/objects/models/{_EXAMPLE_RUN}/MANIFEST.json"
     service = "storage.googleapis.com"
     return {"conditionContext": {"resource": {"service": service, "type": f"{service}/Object", "name": name}}}

@@ -412,7 +412,7 @@ def test_the_permissions_of_the_deployment_s_accounts_are_checked(deployed: Depl
     assert ("dropforge-provision@p.iam.gserviceaccount.com", "iam.serviceAccounts.actAs", trainer) in project.troubled
     topic = "//pubsub.googleapis.com/projects/p/topics/dropforge-job-events"
     assert ("dropforge-trainer@p.iam.gserviceaccount.com", "pubsub.topics.publish", topic) in project.troubled
-    assert project.objects == ["projects/_/buckets/p-runs/objects/runs/preflight/spec.json"]
+    assert project.objects == ["projects/_/buckets/p-runs/objects/models/preflight/MANIFEST.json"]
 
 
 def test_terraform_grants_every_permission_that_preflight_checks() -> None:
