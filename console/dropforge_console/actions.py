@@ -39,10 +39,10 @@ def submit(text: str, context: Context) -> str:
     return names.run_id_of_object(context.settings.specs_bucket, name, blob.generation)
 
 
-def cancel(run: str, context: Context) -> None:
-    """Publish the request to end a run, or the endpoint of a finished run. Raises DropforgeError."""
+def request(content: dict[str, str], context: Context) -> None:
+    """Publish a request of an operator, such as {"cancel": RUN} or {"rollback": ENDPOINT}. Raises DropforgeError."""
     if not context.settings.operations_topic:
-        raise DropforgeError("this deployment has no operations_topic, so nobody can request a cancel here")
+        raise DropforgeError("this deployment has no operations_topic, so nobody can request a change here")
     topic = context.settings.topic(context.settings.operations_topic)
-    data = json.dumps({"cancel": run}).encode()
+    data = json.dumps(content).encode()
     context.cloud.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(TIMEOUT_SECONDS)

@@ -31,7 +31,7 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
 
     `read_log` returns the last lines that a resource's containers wrote, where that is possible.
     """
-    reader = Reader(context.store)
+    reader = Reader(context.store, context.endpoints)
     live = Live(reader, time.monotonic)
     pages = Pages(context, access, reader, live, read_log)
 
@@ -51,6 +51,8 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
             Route("/runs/{run}", pages.run),
             Route("/runs/{run}/cancel", pages.cancel, methods=["POST"]),
             Route("/compare", pages.compare),
+            Route("/endpoints", pages.endpoints),
+            Route("/endpoints/{name}/rollback", pages.rollback, methods=["POST"]),
             Route("/cost", pages.cost),
             Route("/new", pages.new, methods=["GET", "POST"]),
             Route("/live", pages.stream),

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from dropforge.base import names
-from dropforge.base.errors import SpecProblem
+from dropforge.base.errors import DropforgeError, SpecProblem
 from dropforge.base.figures import duration, usd
 from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
 from dropforge.context import Context
@@ -178,6 +178,28 @@ class Pages:
             differences=compare.differences(runs),
         )
 
+    async def endpoints(self, request: Request) -> Response:
+        return await self._cached("/endpoints", self._endpoints)
+
+    def _endpoints(self) -> str:
+        now = self._context.now()
+        shown = [views.named(record, now) for record in self._reader.endpoints()]
+        return self._render("endpoints.html", here="endpoints", endpoints=shown)
+
+    async def rollback(self, request: Request) -> Response:
+        await self._live.look(FRESH_SECONDS)
+        name = request.path_params["name"]
+        if name not in {record.name for record in self._reader.endpoints()}:
+            raise HTTPException(404, f"there is no endpoint {name[:80]!r}")
+        await self._request({"rollback": name})
+        return RedirectResponse("/endpoints", 303)
+
+    async def _request(self, content: dict[str, str]) -> None:
+        try:
+            await asyncio.to_thread(actions.request, content, self._context)
+        except DropforgeError as error:
+            raise HTTPException(409, str(error)) from error
+
     async def cost(self, request: Request) -> Response:
         by = request.query_params.get("by", "month")
         return await self._cached(f"/cost?{by}", lambda: self._cost(by))
@@ -203,7 +225,7 @@ class Pages:
     async def cancel(self, request: Request) -> Response:
         run = self._found(request.path_params["run"])
         if _can_cancel(run, self._context.now()):
-            await asyncio.to_thread(actions.cancel, run.record.run, self._context)
+            await self._request({"cancel": run.record.run})
         return RedirectResponse(f"/runs/{run.record.run}", 303)
 
     async def new(self, request: Request) -> Response:

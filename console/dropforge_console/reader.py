@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
+from dropforge.endpoints.record import EndpointRecord
+from dropforge.endpoints.store import EndpointStore
 from dropforge.run.artifacts import read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
@@ -18,6 +20,7 @@ from dropforge.spec import JobSpec
 
 READERS = 16  # parallel requests; each record, spec or event is one request
 RECORDS = "runs/*/record.json"
+ENDPOINTS = "endpoints/*/record.json"
 JOURNALS = 20  # runs whose events are kept; those of a long run take some 20 MB
 
 
@@ -65,27 +68,35 @@ class Journal:
 class Reader:
     """Reads what changed since the last look. `refresh` has one caller at a time; the other methods have any number."""
 
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunStore, endpoints: EndpointStore) -> None:
         self.store = store
-        self.unreadable: dict[str, str] = {}  # the runs whose record this version cannot read, and why
-        self._generations: dict[str, int] = {}
+        self.unreadable: dict[str, str] = {}  # the runs and endpoints that this version cannot read, and why
+        self._named = endpoints
+        self._generations: dict[str, int] = {}  # of the objects that were read last
         self._runs: dict[str, Run] = {}
+        self._endpoints: dict[str, EndpointRecord] = {}
         self._journals: dict[str, Journal] = {}
         self._lock = threading.Lock()
 
     def refresh(self, watched: Collection[str] = ()) -> set[str]:
-        """Read each record that is new or changed, and the events of the watched runs; return the changed runs."""
-        present = self._list()
-        changed = [run for run, generation in present.items() if self._generations.get(run) != generation]
+        """Read each new or changed record, and the events of the watched runs; return the names of what changed."""
+        present = {**self._list("runs/", RECORDS), **self._list(names.ENDPOINTS_PREFIX, ENDPOINTS)}
+        changed = [name for name, generation in present.items() if self._generations.get(name) != generation]
         with ThreadPoolExecutor(READERS) as pool:
-            read = [run for run in pool.map(self._read, changed) if run is not None]
-        self._runs = {**self._runs, **{run.record.run: run for run in read}}
+            read = [record for record in pool.map(self._read, changed) if record is not None]
+        self._runs = {**self._runs, **{run.record.run: run for run in read if isinstance(run, Run)}}
+        named = {found.name: found for found in read if isinstance(found, EndpointRecord)}
+        self._endpoints = {**self._endpoints, **named}
         self._generations = present
-        return {*changed, *(run for run in watched if self._has_events(run))}
+        return {*map(_subject, changed), *(run for run in watched if self._has_events(run))}
 
     def runs(self) -> list[Run]:
         """Every run, newest first."""
         return sorted(self._runs.values(), key=lambda run: run.record.created, reverse=True)
+
+    def endpoints(self) -> list[EndpointRecord]:
+        """Every named endpoint, by name."""
+        return sorted(self._endpoints.values(), key=lambda endpoint: endpoint.name)
 
     def find(self, run: str) -> Run | None:
         return self._runs.get(run)
@@ -118,23 +129,24 @@ class Reader:
         except (NotFound, Malformed, ValueError):
             return []
 
-    def _list(self) -> dict[str, int]:
-        """The generation of each run's record."""
+    def _list(self, prefix: str, glob: str) -> dict[str, int]:
+        """The generation of each record, by the object's name."""
         blobs = self.store.bucket.client.list_blobs(
-            self.store.bucket, prefix="runs/", match_glob=RECORDS, fields="items(name,generation),nextPageToken"
+            self.store.bucket, prefix=prefix, match_glob=glob, fields="items(name,generation),nextPageToken"
         )
-        listed = ((names.run_of_object(blob.name), int(blob.generation)) for blob in blobs)
-        return {run: generation for run, generation in listed if names.is_run_id(run)}
+        return {blob.name: int(blob.generation) for blob in blobs}
 
-    def _read(self, run: str) -> Run | None:
+    def _read(self, name: str) -> Run | EndpointRecord | None:
+        subject = _subject(name)
         try:
-            record = self.store.record(run)
+            if name.startswith(names.ENDPOINTS_PREFIX):
+                return self._named.record(subject)
+            return Run(self.store.record(subject), self._spec(subject)) if names.is_run_id(subject) else None
         except NotFound:
             return None
         except Malformed as error:
-            self.unreadable[run] = str(error)
+            self.unreadable[subject] = str(error)
             return None
-        return Run(record, self._spec(run))
 
     def _spec(self, run: str) -> JobSpec | None:
         try:
@@ -145,3 +157,8 @@ class Reader:
     def _has_events(self, run: str) -> bool:
         journal = self._journals.get(run)
         return journal is not None and journal.refresh()
+
+
+def _subject(name: str) -> str:
+    """The run or the endpoint in the name of a record."""
+    return name.split("/")[1]

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from dropforge.base.figures import age, duration, number, usd
+from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout
 from dropforge.run.events import Progress, Started
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState
 from dropforge.spec import JobSpec
@@ -18,6 +19,7 @@ from .reader import Run
 
 UNKNOWN = "\N{EN DASH}"  # never 0
 SHOWN_SAMPLES = 5
+SHOWN_ROLLOUTS = 10
 SHOWN_TEXT = 400  # characters of a sample
 LEAST_WIDTH = 6.0  # units of a stage that took no time to speak of
 SORTS = ("created", "cost", "name", "state")
@@ -359,6 +361,45 @@ def resources(entries: Iterable[LedgerEntry]) -> list[Resource]:
         )
         for e in entries
     ]
+
+
+_NAMED = {
+    EndpointState.SERVING: Status("Serving", "good", "tick"),
+    EndpointState.RETIRED: Status("Retired", "off", "bar"),
+}
+
+
+class Named(NamedTuple):
+    """A named endpoint. `can_return`: a model served before, so a rollback is possible."""
+
+    name: str
+    status: Status
+    base_url: str
+    serving: Revision | None
+    cost: str
+    expires: datetime | None
+    can_return: bool
+    rollouts: list[Rollout]
+
+
+def named(record: EndpointRecord, now: datetime) -> Named:
+    """Return an endpoint with its newest rollouts first."""
+    rollout = record.current
+    if rollout is not None:
+        shown = Status(str(rollout.state).replace("_", " ").capitalize(), "run", "arrow")
+    else:
+        shown = _NAMED.get(record.state, Status(str(record.state).capitalize(), "off", "ring"))
+    can_return = bool(record.previous) and rollout is None and record.state is not EndpointState.RETIRED
+    return Named(
+        record.name,
+        shown,
+        record.base_url,
+        record.serving,
+        usd(record.cost(now)),
+        record.expires,
+        can_return,
+        record.rollouts[::-1][:SHOWN_ROLLOUTS],
+    )
 
 
 class Sample(NamedTuple):

@@ -24,9 +24,11 @@ from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
 from .conftest import User
+from .test_endpoints import Named, named
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium")
+__all__ = ["named"]  # a fixture
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
@@ -120,6 +122,17 @@ def test_the_cost_is_grouped_as_on_the_command_line(user: User, visitor: Visitor
     assert row is not None
     assert usd(amount) in row[0]
     assert visitor.get("/cost?by=<script>").status_code == 200
+
+
+def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None:
+    first, second = (named.serves().revision(number) for number in (1, 2))
+    name = named.name
+    page = visitor.wait_for("/endpoints", lambda text: second.run in text and f"/endpoints/{name}/rollback" in text)
+    assert named.record.base_url in page
+    assert visitor.post(f"/endpoints/{name}/rollback").status_code == 303
+    named.user.until(lambda: named.record.stable == first.number)
+    visitor.wait_for("/endpoints", lambda text: f'serves <a href="/runs/{first.run}">' in text)
+    assert visitor.post("/endpoints/no-such-name/rollback").status_code == 404
 
 
 def test_the_stream_tells_a_page_of_its_own_run(user: User, visitor: Visitor) -> None:
