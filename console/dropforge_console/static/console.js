@@ -43,6 +43,8 @@
     const focused = old.contains(document.activeElement) ? document.activeElement : null;
     const place = focused && [...old.querySelectorAll(FOCUSABLE)].indexOf(focused);
     parts.set(part.id, part.outerHTML);
+    const opened = [...old.querySelectorAll("details")].map((details) => details.open);
+    part.querySelectorAll("details").forEach((details, index) => { details.open = opened[index] ?? false; });
     const marked = new Set([...old.querySelectorAll("input:checked")].map((input) => input.value));
     for (const input of part.querySelectorAll("input")) input.checked = marked.has(input.value);
     old.replaceWith(document.adoptNode(part));
