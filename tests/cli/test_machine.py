@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dropforge.spec import JobSpec, parse_spec
+from dropforge_cli.demo import SIGNALS
 from dropforge_cli.deployment import Deployment
 from dropforge_cli.machine import check_machine
 from dropforge_cli.main import cli
@@ -39,6 +42,16 @@ def test_macos_runs_the_examples_of_cloud_run_and_gke_and_linux_runs_all(
             check_machine(spec(name))
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The demo ignores signals at its end. In this process, every later child would ignore them, too."""
+    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
+    yield
+    for number, handler in handlers:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
 def test_a_demo_says_so_before_it_installs_or_starts_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     result = CliRunner().invoke(cli, ["demo", str(LOCAL / "ray.json"), "--state", str(tmp_path / "demo")])
