@@ -1,4 +1,4 @@
-"""What `chat`, `token` and `snippet` call: a run's own endpoint, or a named one."""
+"""The endpoint that `chat`, `token` and `snippet` call: a run's own endpoint, or a named endpoint."""
 
 from __future__ import annotations
 

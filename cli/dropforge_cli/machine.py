@@ -1,4 +1,4 @@
-"""What the local stack cannot run on this machine."""
+"""Refuse a spec whose target the local stack cannot run on this machine."""
 
 from __future__ import annotations
 

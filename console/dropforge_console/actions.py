@@ -1,4 +1,4 @@
-"""What a viewer may do: drop a spec into the specs bucket, and publish a request. Nothing that a user may not do."""
+"""The actions of a viewer: drop a spec into the specs bucket, and publish a request. Every user may do the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages show of a run, computed from its record, its spec and its events. No request, no HTML."""
+"""The values that the pages show of a run, computed from its record, its spec and its events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def status(record: Record) -> Status:
 
 
 def wait_text(record: Record) -> str:
-    """Return what a run waits for, or what its last attempt waited for when it ended; "" if it waits for nothing."""
+    """Return the reason why a run waits, or why its last attempt waited when the run ended; "" without a reason."""
     if record.queued is not None:
         return f"Waits for a place by {record.queued.rule}: number {record.queued.place} in the queue."
     return record.wait_reason

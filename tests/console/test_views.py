@@ -1,4 +1,4 @@
-"""What the pages show of a run: numbers that are true, also of a run that was stopped, or resumed, or is hostile."""
+"""The pages show true numbers, also of a run that was stopped or resumed, or whose container is hostile."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ RUN_SOURCE = (ROOT / "workflows" / "run.workflows.yaml").read_text()
 
 
 def test_it_compiles() -> None:
-    compile_source(SOURCE, Limits())
+    assert compile_source(SOURCE, Limits())
 
 
 def test_it_goes_round_on_the_one_answer_that_says_when_to_call_again() -> None:

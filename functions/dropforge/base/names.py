@@ -130,7 +130,7 @@ def open_object(run: str) -> str:
 
 
 def run_prefix(run: str) -> str:
-    """What the control plane keeps about a run."""
+    """The prefix of the objects that the control plane keeps about a run."""
     return f"runs/{run}/"
 
 

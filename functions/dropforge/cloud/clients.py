@@ -109,7 +109,7 @@ class Clients:
         return session
 
     def _run_request(self) -> Any:
-        """What asks for tokens; on the local stack, the metadata server and the functions are on loopback."""
+        """The transport for requests for tokens; on the local stack, their servers are on loopback."""
         from google.auth.transport.requests import Request
 
         from .sessions import loopback_session

@@ -72,7 +72,7 @@ def boundary(bucket: str, run: str, spec: JobSpec, *, is_server: bool) -> dict[s
 
 
 def _rule(bucket: str, permissions: str, prefixes: list[str], listed: list[str]) -> dict[str, Any]:
-    """What may be done below prefixes, and the prefixes that may be listed. They have no quotes: each is of a run's id.
+    """A rule: permissions below `prefixes`, and the prefixes that may be listed. No prefix has a quote.
 
     Cloud Storage says of an object that it is missing only to who may list it. The first terms allow that, too.
     """

@@ -61,34 +61,29 @@ def notice_event(record: Record, notice: Notice, now: datetime) -> RunEvent:
 
 def answer_unknown(context: Context, run: str, request: Request) -> None:
     """Answer a cancel request for a run that does not exist or is of another source. Raises CloudError."""
-    key = f"cancel-{request.message}"
     text = (
         f"no run with this id was requested on topic {request.topic}; a run that is requested there later is cancelled"
     )
-    event = RunEvent(
-        id=f"{run}/notice/{key}",
-        run=run,
-        state=UNKNOWN,
-        time=context.now(),
-        notice=key,
-        details={"topic": request.topic, "message": request.message, "text": text},
-    )
-    if problem := publish(context, event):
+    if problem := publish(context, _answer(context, run, "cancel", request, text=text)):
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
 def answer_refused(context: Context, rollout: str, request: Request, text: str, hint: str) -> str:
     """Answer a message that would change a named endpoint and changed nothing. Returns the problem, or ""."""
-    key = f"refused-{request.message}"
-    event = RunEvent(
-        id=f"{rollout}/notice/{key}",
-        run=rollout,
+    return publish(context, _answer(context, rollout, "refused", request, text=text, hint=hint))
+
+
+def _answer(context: Context, subject: str, kind: str, request: Request, **details: str) -> RunEvent:
+    """The event that answers a message about a run or a rollout."""
+    key = f"{kind}-{request.message}"
+    return RunEvent(
+        id=f"{subject}/notice/{key}",
+        run=subject,
         state=UNKNOWN,
         time=context.now(),
         notice=key,
-        details={"topic": request.topic, "message": request.message, "text": text, "hint": hint},
+        details={"topic": request.topic, "message": request.message, **details},
     )
-    return publish(context, event)
 
 
 def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:

@@ -260,7 +260,7 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
 
 
 def from_outside(ray: Ray, name: str, *command: str) -> str:
-    """What a client of Ray prints. It keeps 127.0.0.1, which Ray else replaces by this machine's address."""
+    """Return the output of a client of Ray that keeps 127.0.0.1: by default, Ray takes this machine's address."""
     environment = {**ray.environment(name), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     del environment["RAY_ADDRESS"]
     for _ in range(3):

@@ -182,7 +182,7 @@ def metadata(launch: Launch) -> dict[str, str]:
 
 
 def key_metadata(run: str, settings: Settings, key: str) -> dict[str, str]:
-    """What the startup script proves its run with, and gets access to the run's objects by."""
+    """The variables with which the startup script proves its run, and asks for access to the run's objects."""
     variables = access_variables(run, settings, key)
     access = (
         {

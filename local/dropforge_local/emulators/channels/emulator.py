@@ -13,9 +13,9 @@ from aiohttp import web
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
-from dropforge_local.base.errors import ApiError
 
 from ..kit.emulator import PassiveEmulator
+from ..kit.faults import failures
 from ..kit.routing import Call, Route, mount
 from ..kit.times import rfc3339
 from .rules import Json, Refused, check_card, check_status, check_webhook
@@ -96,11 +96,7 @@ class ChannelSink(PassiveEmulator):
 
     def _fail(self, call: Call) -> Json:
         """Answer the next `count` messages with `status`."""
-        body = call.json()
-        count, status = body.get("count"), body.get("status", 503)
-        if type(count) is not int or not 0 <= count <= 10_000 or type(status) is not int or not 300 <= status <= 599:
-            raise ApiError("INVALID_ARGUMENT", f"count is {count!r}, status {status!r}; expected 0.. and 300 to 599")
-        self._failures = [status] * count
+        self._failures = failures(call)
         return {}
 
 

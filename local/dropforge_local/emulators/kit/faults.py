@@ -18,6 +18,15 @@ from .rpc import Method, snake_case
 Rule = dict[str, Any]
 
 
+def failures(call: Call) -> list[int]:
+    """The HTTP statuses of the next answers that a call asks for: `count` times `status` (503). Raises ApiError."""
+    body = call.json()
+    count, status = body.get("count"), body.get("status", 503)
+    if type(count) is not int or not 0 <= count <= 10_000 or type(status) is not int or not 300 <= status <= 599:
+        raise ApiError("INVALID_ARGUMENT", f"count is {count!r}, status {status!r}; expected 0.. and 300 to 599")
+    return [status] * count
+
+
 class Switches:
     """One emulator's switches, in its own `table` of keys and values.
 

@@ -19,6 +19,7 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit.access import guarded
 from ..kit.emulator import PassiveEmulator
+from ..kit.faults import failures
 from ..kit.routing import Call, Route, mount
 from ..kit.times import rfc3339
 from . import rules
@@ -75,11 +76,7 @@ class TelemetryEmulator(PassiveEmulator):
 
     def _fail(self, call: Call) -> Json:
         """Answer the next `count` requests with `status`."""
-        body = call.json()
-        count, status = body.get("count"), body.get("status", 503)
-        if type(count) is not int or not 0 <= count <= 10_000 or type(status) is not int or not 300 <= status <= 599:
-            raise ApiError("INVALID_ARGUMENT", f"count is {count!r}, status {status!r}; expected 0.. and 300 to 599")
-        self._failures = [status] * count
+        self._failures = failures(call)
         return {}
 
 

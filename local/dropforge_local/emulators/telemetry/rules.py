@@ -1,4 +1,4 @@
-"""What the Telemetry API takes of a request with spans: https://cloud.google.com/stackdriver/quotas, and trace.proto.
+"""The limits of the Telemetry API for spans: https://cloud.google.com/stackdriver/quotas, and trace.proto.
 
 Google documents no texts of its refusals; these are the emulator's own.
 """

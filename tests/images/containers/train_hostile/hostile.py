@@ -128,7 +128,7 @@ def written(victim: str, runs: Any) -> Iterator[Try]:
 
 
 def artifacts(victim: str, runs: Any) -> Iterator[Try]:
-    """What the containers of another run have written, or are about to write."""
+    """The objects that the containers of another run have written, or are about to write."""
     for name in (*LEFT, *AHEAD):
         yield from takes(runs, name.format(run=victim))
     for name in LEFT:
