@@ -98,7 +98,7 @@ class Metadata:
     """A machine's metadata server as a part of a server."""
 
     def __init__(self) -> None:
-        self.port = free_port(range(20000, 30000), set())
+        self.port = free_port(range(24000, 30000), set())
         tree = {"instance": {"service-accounts": {"default": {"token": "secret"}}}}
         self.start, self.stop = (served := MetadataServer(self.port, lambda: tree)).start, served.stop
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import os
 import random
 import socket
+import tempfile
+import threading
 
 HOST = "127.0.0.1"  # no other machine reaches what the stack starts
+# The part of a range that a process keeps for itself before it gives its own ports a second time.
+SHARE = 4
+
+_lent: dict[int, None] = {}  # the ports that this process has given, oldest first
+_guard = threading.Lock()
 
 
 def free_port(among: range, taken: set[int]) -> int:
-    """A port of 127.0.0.1 that nothing listens on. Raises OSError when all are taken."""
-    for port in random.sample(among, len(among)):
-        if port not in taken and is_free(port):
-            return port
+    """A port of 127.0.0.1 that nothing listens on, and that no other stack of this user gives at the same time.
+
+    Whoever asks starts a container, which listens only seconds later. Until this process ends, a lock keeps other
+    stacks from the port. Raises OSError when all ports are taken.
+    """
+    with _guard:
+        own = [port for port in _lent if port in among]
+        fresh = [port for port in random.sample(among, len(among)) if port not in _lent]
+        for port in fresh + own if len(own) * SHARE < len(among) else own + fresh:
+            if port not in taken and _reserve(port) and is_free(port):
+                _lent.pop(port, None)
+                _lent[port] = None
+                return port
     raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
 
 
@@ -29,3 +48,18 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _reserve(port: int) -> bool:
+    """Lock the port's byte of the file that this user's stacks share; the lock ends with this process."""
+    try:
+        fcntl.lockf(_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _locks() -> int:
+    path = os.path.join(tempfile.gettempdir(), f"dropforge-ports-{os.getuid()}")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

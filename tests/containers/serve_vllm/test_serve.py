@@ -42,7 +42,7 @@ from .conftest import MAX_MODEL_LEN, TRAINING, WholeRun
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test trains the model that the others serve
 ROOT = Path(__file__).resolve().parents[3]
 SEALED_ROWS = 8  # a seal has up to 32; fewer take less time
-PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
+PORTS = range(24000, 30000)  # below the ports that the kernel gives to clients
 
 
 @dataclass

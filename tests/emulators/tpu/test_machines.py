@@ -134,7 +134,7 @@ def test_a_container_ends_with_its_machine(cloud: Cloud) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a loopback address for every machine")
 def test_two_machines_serve_at_the_same_port(cloud: Cloud) -> None:
-    port = free_port(range(20000, 30000), set())
+    port = free_port(range(24000, 30000), set())
     script = f"#!/bin/sh\ndocker run --rm --network host --env PORT={port} {IMAGE}\n"
     addresses = {cloud.ready(name, script).network_endpoints[0].ip_address for name in ("n1", "n2")}
     assert len(addresses) == 2

@@ -60,7 +60,8 @@ class CloudRunConfig:
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL: https://cloud.google.com/run/docs/container-contract
     probe_seconds: float = 0.25  # between two startup probes: shorter than a period, so that a local demo does not wait
     restart_seconds: float = 1.0  # delay before the first restart of a crashed minimum instance; doubles
-    service_ports: range = range(20000, 30000)  # below the ports that systems give to outgoing connections
+    # Below the ports that systems give to outgoing connections, above those of Ray's clients (23000 to 24000).
+    service_ports: range = range(24000, 30000)
     kept_logs: int = 200  # finished containers whose output stays readable, as in Cloud Logging
     regions: frozenset[str] = REGIONS
     gpus: Mapping[str, Gpu] = field(default_factory=lambda: GPUS)

@@ -1,0 +1,58 @@
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dropforge_local.base import ports
+from dropforge_local.base.ports import HOST, free_port
+
+AMONG = range(14000, 14040)
+# A process that takes `count` ports, says which, and lives until its input ends.
+OTHER = """
+import sys
+from dropforge_local.base.ports import free_port
+taken = set()
+for _ in range(int(sys.argv[1])):
+    taken.add(free_port(range(14000, 14040), taken))
+print(*taken, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_lent", {})
+
+
+def other(count: int) -> tuple[subprocess.Popen[str], set[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, {int(word) for word in process.stdout.readline().split()}
+
+
+def test_two_stacks_never_give_the_same_port_before_their_containers_listen() -> None:
+    (first, its), (second, theirs) = other(13), other(13)
+    with first, second:
+        own: set[int] = set()
+        for _ in range(14):
+            own.add(free_port(AMONG, own))
+        assert (len(its), len(theirs), len(own)) == (13, 13, 14)
+        assert its | theirs | own == set(AMONG)
+        with pytest.raises(OSError, match="no free port in 14000 to 14040"):
+            free_port(AMONG, own)
+        first.communicate()  # its end gives its ports back
+        assert free_port(AMONG, own) in its
+        second.communicate()
+
+
+def test_a_process_that_has_its_share_gives_its_oldest_free_port_again() -> None:
+    first, *_ = [free_port(AMONG, set()) for _ in range(len(AMONG) // 4)]
+    assert free_port(AMONG, set()) == first
+    with socket.socket() as server:
+        oldest = next(iter(ports._lent))
+        server.bind((HOST, oldest))
+        server.listen()
+        assert free_port(AMONG, set()) not in (oldest, first)
