@@ -17,7 +17,7 @@ from google.pubsub_v1 import types as pubsub
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
-from dropforge_local.base.peers import TABLES, stranger
+from dropforge_local.base.peers import LOOKS, TABLES, asked, listed, stranger
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
@@ -82,7 +82,14 @@ def test_another_user_publishes_and_creates_nothing(server: Server, number: int,
         assert call.code() is code
 
 
+@pytest.fixture(params=[asked, listed], ids=["asked", "listed"])
+def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel answers for one socket only, or lists all sockets only."""
+    monkeypatch.setattr("dropforge_local.base.peers.LOOKS", [request.param])
+
+
 @as_root
+@pytest.mark.usefixtures("look")
 def test_an_ipv6_socket_with_an_ipv4_address_is_known_too(server: Server) -> None:
     """Java opens such sockets."""
     with user(NOBODY):
@@ -94,7 +101,8 @@ def test_an_ipv6_socket_with_an_ipv4_address_is_known_too(server: Server) -> Non
     client.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the users of sockets")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows the users of sockets")
+@pytest.mark.usefixtures("look")
 def test_a_socket_without_a_process_is_refused(server: Server) -> None:
     """The kernel gives it to root, so another user could send a request and close."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -113,6 +121,17 @@ def test_an_unknown_connection_is_let_in(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert stranger(*ends, 1000) is None
     monkeypatch.setattr("dropforge_local.base.peers.TABLES", [tmp_path / table.name for table in TABLES])
     assert stranger(*ends, 1000) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows the users of sockets")
+def test_a_kernel_that_answers_no_question_about_a_socket_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        ends = client.getsockname(), listener.getsockname()
+        known = (os.geteuid(), os.fstat(client.fileno()).st_ino)
+        assert asked(*ends) == listed(*ends) == known
+        monkeypatch.setattr("dropforge_local.base.peers.NETLINK_SOCK_DIAG", 255)  # the kernel has no such protocol
+        assert asked(*ends) is None
+        assert [look(*ends) for look in LOOKS if look(*ends)] == [known]
 
 
 @as_root
