@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.patience import TRAIN_SECONDS
 
 from containers.common.chat import encode, load_tokenizer
 from containers.common.evaluation import Score, evaluate
@@ -65,7 +66,7 @@ class Attempt:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, timeout: float = 900) -> int:
+    def wait(self, timeout: float = TRAIN_SECONDS) -> int:
         self.output = self.process.communicate(timeout=timeout)[0]
         return self.process.returncode
 
@@ -410,7 +411,7 @@ def test_a_committed_run_is_told_again_and_not_trained_again(chain: Chain, image
     assert [event.type for event in events(chain.run) if event.attempt == 4] == ["succeeded"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_pretraining_on_synthetic_data_exports_the_model_that_it_trained(
     image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
 ) -> None:
@@ -452,7 +453,7 @@ def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-2)
 
 
-def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = 600) -> None:
+def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> None:
     deadline = time.monotonic() + timeout
     while not cloud.client.bucket(RUNS).blob(name).exists():
         assert attempt.process.poll() is None, attempt.process.communicate()[0]
@@ -460,7 +461,7 @@ def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = 60
         time.sleep(0.1)
 
 
-def wait_for_step(progress: Path, step: int, attempt: Attempt, timeout: float = 600) -> None:
+def wait_for_step(progress: Path, step: int, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> None:
     deadline = time.monotonic() + timeout
     while not (progress.exists() and f'"step": {step},' in progress.read_text()):
         assert attempt.process.poll() is None, attempt.process.communicate()[0]
@@ -468,7 +469,7 @@ def wait_for_step(progress: Path, step: int, attempt: Attempt, timeout: float = 
         time.sleep(0.02)
 
 
-def wait_for_result(directory: Path, stage: str, attempt: Attempt, timeout: float = 600) -> dict[str, Any]:
+def wait_for_result(directory: Path, stage: str, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> dict[str, Any]:
     """The result of a stage, once it is there."""
     path, deadline = directory / "stages" / f"{stage}.json", time.monotonic() + timeout
     while not path.exists():

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.patience import TRAIN_SECONDS
 
 from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge_local import shims
@@ -44,7 +45,6 @@ from ..train_maxtext.test_maxtext import (
 pytestmark = pytest.mark.slow
 
 HOSTS, CHIPS = 2, 4
-START_SECONDS = 250.0
 STEPS = 20
 ROWS = 16  # of a step and all hosts
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
@@ -102,7 +102,7 @@ class Cluster:
 
     def wait(self) -> None:
         """Wait until all nodes answer. Restart a node that gave up (Ray does after 30 s), as Kubernetes does."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + TRAIN_SECONDS
         for number, agent in enumerate(self.agents):
             while not healthy(agent):
                 assert time.monotonic() < deadline, [node.poll() for node in self.nodes]
@@ -184,7 +184,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
     driver.end()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(5 * TRAIN_SECONDS)  # it waits for three trainings, one after the other
 def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one_host_does(
     driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
 ) -> None:
@@ -237,7 +237,7 @@ def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one
     assert (metrics["steps"], metrics["tokens"]) == (STEPS, alone["tokens"])
 
 
-def wait_for_second_start(progress: Path, attempt: Attempt, timeout: float = 600) -> int:
+def wait_for_second_start(progress: Path, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> int:
     """The step from which Ray's new workers continue. Each start of the training reports the loss before it."""
     deadline = time.monotonic() + timeout
     while True:
