@@ -1,10 +1,11 @@
 """How `make test` divides the suite between three workers on two cores.
 
 Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the two
-other workers take the files that wait. A worker without files of its own kind takes files of the other kind, from their
-end. The computing worker has a low priority: a waiting test gets a core as soon as its event arrives. A file stays
-whole, because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's or
-vLLM's environment are not the first to compute: both are installed while the first tests run (conftest.py).
+other workers take the files that wait. A worker without files of its own kind takes files of the other kind. Files that
+take minutes come first, so that the last files are short and the workers end at the same time. The computing worker has
+a low priority: a waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share
+fixtures. The first files to compute share trainings (the fixtures `uninterrupted` and `two_ranks`), and need neither
+MaxText's nor vLLM's environment: both are installed while the first tests run (conftest.py).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ NICENESS = 5  # Linux gives the process a third of the weight of a process with 
 COMPUTE = (
     "tests/containers/train_trl/test_fsdp.py",
     "tests/containers/train_trl/test_train.py",
-    "tests/containers/train_trl/test_same_class.py",
     "tests/containers/train_ray/test_train_ray.py",
     "tests/containers/train_maxtext/test_maxtext.py",
-    "tests/cli/test_real_demo.py",
-    "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/serve_vllm/test_serve.py",
+    "tests/emulators/kubernetes/test_ray.py",
+    "tests/containers/train_trl/test_same_class.py",
+    "tests/cli/test_real_demo.py",
+    "tests/containers/test_seal.py",
+    "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/common/test_chat.py",
     "tests/containers/common/test_tokenise.py",
     "tests/containers/common/test_rows_in_errors.py",
-    "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/train_trl/test_export.py",
-    "tests/containers/test_seal.py",
     "tests/containers/train_trl/test_activations.py",
     "tests/containers/train_trl/test_launch.py",
     "tests/containers/train_maxtext/test_maxtext_image.py",
@@ -37,15 +38,36 @@ COMPUTE = (
     "tests/contract/test_functions_stand_alone.py",
     "tests/containers/test_real_images.py",
 )
+# The files that wait and take a minute or more, the longest first.
+LONG = (
+    "tests/cli/test_demo.py",
+    "tests/portable/test_macos.py",
+    "tests/stack/test_faults.py",
+    "tests/stack/test_clients.py",
+    "tests/stack/test_endpoints.py",
+    "tests/stack/test_targets.py",
+    "tests/mutants/test_mutants.py",
+    "tests/emulators/tpu/test_startup.py",
+    "tests/stack/test_every_write.py",
+    "tests/stack/test_platform_elsewhere.py",
+    "tests/stack/test_crash.py",
+    "tests/platforms/tpu_vm/test_train.py",
+    "tests/platforms/tpu_vm/test_training_vm.py",
+    "tests/stack/test_same_lives.py",
+    "tests/contract/test_calls.py",
+    "tests/stack/test_canaries.py",
+    "tests/stack/test_hostile.py",
+)
 
 
 class Scheduling(LoadFileScheduling):
-    """Gives the worker COMPUTES the files of COMPUTE in order, and the other workers the other files as collected."""
+    """Gives the worker COMPUTES the files of COMPUTE in order, and the others LONG, then all files that are left."""
 
     def _assign_work_unit(self, node: Any) -> None:
         computes = [file for file in COMPUTE if file in self.workqueue]
         waits = [file for file in self.workqueue if file not in COMPUTE]
-        is_first = node.gateway.id == COMPUTES
-        file = (computes or waits[-1:])[0] if is_first else (waits or computes[-1:])[0]
+        waits.sort(key=lambda file: LONG.index(file) if file in LONG else len(LONG))  # a stable sort
+        own, others = (computes, waits) if node.gateway.id == COMPUTES else (waits, computes)
+        file = (own or others)[0]
         self.workqueue.move_to_end(file, last=False)  # the base class takes the first file
         super()._assign_work_unit(node)
