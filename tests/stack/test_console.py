@@ -24,7 +24,7 @@ from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
 from .conftest import User
-from .test_endpoints import Named, named
+from .named import Named, named
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium")
