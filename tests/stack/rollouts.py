@@ -129,8 +129,8 @@ class RolloutHarness(Harness):
             return run
         serving = before.revision(before.stable).run
         model = next(run for run in self.runs if run != serving)
-        serve = {"serve": {"run": model, "endpoint": self.named.name}}
-        change: dict[str, Any] = serve if death.life == "deploy" else {"rollback": self.named.name}
+        request = {"serve": {"run": model, "endpoint": self.named.name}}
+        change: dict[str, Any] = request if death.life == "deploy" else {"rollback": self.named.name}
         self._post("_local/crash", armed)
         key, topic = uuid.uuid4().hex, self.user.settings.topic(OPERATIONS)
         message = {"data": b64encode(json.dumps(change).encode()).decode(), "attributes": {"idempotency_key": key}}
