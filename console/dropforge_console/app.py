@@ -17,9 +17,10 @@ from starlette.staticfiles import StaticFiles
 
 from dropforge.context import Context
 
-from .access import ENTER, Access, Guard
+from .access import Access, Guard
 from .live import Live
 from .pages import LogReader, Pages
+from .passes import ENTER
 from .reader import Reader
 
 STATIC = Path(__file__).parent / "static"

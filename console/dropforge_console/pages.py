@@ -24,7 +24,7 @@ from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
 
 from . import actions, compare, views
-from .access import Access
+from .access import HOW_TO_ENTER, Access
 from .live import Live
 from .reader import Reader, Run
 
@@ -70,7 +70,7 @@ class Pages:
         form = await _form(request)
         token, to = form.get("token", ""), form.get("next", "")
         if not self._access.spend(token):
-            raise HTTPException(403, "this link was used, or is older than ten minutes: run `dropforge console` again")
+            raise HTTPException(403, f"this link was used, or is older than ten minutes: {HOW_TO_ENTER}")
         is_own = to.startswith("/") and not to.startswith(("//", "/\\"))
         response = RedirectResponse(to if is_own else "/runs", 303)
         self._access.admit(response)
