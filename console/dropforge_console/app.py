@@ -55,6 +55,7 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
             Route("/endpoints", pages.endpoints),
             Route("/endpoints/{name}/rollback", pages.rollback, methods=["POST"]),
             Route("/cost", pages.cost),
+            Route("/health", pages.health),
             Route("/new", pages.new, methods=["GET", "POST"]),
             Route("/live", pages.stream),
             Mount("/static", StaticFiles(directory=STATIC)),

@@ -22,9 +22,11 @@ from dropforge.base.figures import duration, usd
 from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.stages.sweep.audit import MEANING
 
 from . import actions, compare, views
 from .access import HOW_TO_ENTER, Access
+from .health import Auditor, last_sweep
 from .live import Live
 from .reader import Reader, Run
 
@@ -48,6 +50,7 @@ class Pages:
         self._reader = reader
         self._live = live
         self._read_log = read_log
+        self._auditor = Auditor(context, live.announce)
         self._rendered: tuple[int, dict[str, str]] = (-1, {})
         self._templates = Environment(
             loader=PackageLoader(__package__),
@@ -220,6 +223,23 @@ class Pages:
             total=Group.of("In all", priced, now),
             dearest=max((group.total.known for group in groups), default=0.0),
             still_open=sum(is_open(run.record, now) for run in priced),
+        )
+
+    async def health(self, request: Request) -> Response:
+        self._auditor.look()
+        return await self._cached("/health", self._health)
+
+    def _health(self) -> str:
+        looked = self._auditor.latest
+        differences = looked.result.differences if looked and looked.result else []
+        return self._render(
+            "health.html",
+            here="health",
+            sweep=last_sweep(self._context),
+            looked=looked,
+            meaning=MEANING,
+            words=sorted({difference.difference for difference in differences}),
+            unreadable=sorted(self._reader.unreadable.items()),
         )
 
     async def cancel(self, request: Request) -> Response:

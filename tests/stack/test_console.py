@@ -21,8 +21,11 @@ from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base.figures import usd
 from dropforge.run.record import RunState
+from dropforge.stages.sweep import findings
 from dropforge_cli.main import cli
 
+from ..deployments import clients
+from ..stage_calls import sweep
 from .conftest import User
 from .test_endpoints import Named, named
 
@@ -122,6 +125,26 @@ def test_the_cost_is_grouped_as_on_the_command_line(user: User, visitor: Visitor
     assert row is not None
     assert usd(amount) in row[0]
     assert visitor.get("/cost?by=<script>").status_code == 200
+
+
+def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: User, visitor: Visitor) -> None:
+    run = user.drop(user.spec("succeed"))
+    user.wait(run)
+    missing = f"projects/{user.settings.project}/locations/us-central1/jobs/df-{run}-a1"
+    user.store.intend(run, "run.googleapis.com/Job", missing, 1)
+    page = visitor.wait_for("/health", lambda text: "compared" in text)
+    assert missing in page
+    assert "the ledger does not say that it is gone" in page  # what "remaining" means
+    sweep()  # it verifies that the job does not exist
+    assert missing not in {entry.name for entry in user.store.ledger(run).remaining()}
+    page = visitor.wait_for("/health", lambda text: "ended <time" in text)
+    assert HOSTILE not in page
+    clients.storage().bucket(user.settings.runs_bucket).blob(findings.OBJECT).upload_from_string(
+        json.dumps({"ended": "2026-01-01T00:00:00Z", "counts": {"problems": 1}, "problems": [HOSTILE]})
+    )
+    page = visitor.wait_for("/health", lambda text: "Late" in text)
+    assert "1 problem" in page
+    assert HOSTILE not in page
 
 
 def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None:
