@@ -83,7 +83,7 @@ def page_of(deployment: Deployment, subject: str) -> str:
     if not subject:
         return "/runs"
     if subject in deployment.context.endpoints.names():
-        return f"/endpoints#{subject}"
+        return f"/endpoints#endpoint-{subject}"
     return f"/runs/{find_run(deployment.store, subject).run}"
 
 

@@ -52,6 +52,7 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
             Route("/runs/{run}", pages.run),
             Route("/runs/{run}/cancel", pages.cancel, methods=["POST"]),
             Route("/compare", pages.compare),
+            Route("/models", pages.models),
             Route("/endpoints", pages.endpoints),
             Route("/endpoints/{name}/rollback", pages.rollback, methods=["POST"]),
             Route("/cost", pages.cost),

@@ -24,7 +24,7 @@ from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
 from dropforge.stages.sweep.audit import MEANING
 
-from . import actions, compare, views
+from . import actions, compare, models, views
 from .access import HOW_TO_ENTER, Access
 from .health import Auditor, last_sweep
 from .live import Live
@@ -34,6 +34,7 @@ LogReader = Callable[[str], list[str]]  # the last lines of a resource's contain
 
 FRESH_SECONDS = 1.0  # a page without a stream shows at most this old content
 PAGE_ROWS = 100
+PAGE_MODELS = 50
 KEPT_PAGES = 200  # rendered pages of one version
 LOG_LINES = 40
 STATIC = Path(__file__).parent / "static"
@@ -84,7 +85,7 @@ class Pages:
         wanted = views.Wanted(
             query.get("q", "")[:200], query.get("state", ""), query.get("target", ""), query.get("sort", "created")
         )
-        page = max(1, int(found)) if (found := query.get("page", "1")).isdecimal() and len(found) < 9 else 1
+        page = _page_number(request)
         return await self._cached(f"/runs?{wanted!r}&{page}", lambda: self._runs(wanted, page))
 
     def _runs(self, wanted: views.Wanted, page: int) -> str:
@@ -180,6 +181,24 @@ class Pages:
             results=compare.results(runs, now),
             differences=compare.differences(runs),
         )
+
+    async def models(self, request: Request) -> Response:
+        page = _page_number(request)
+        return await self._cached(f"/models?{page}", lambda: self._models(page))
+
+    def _models(self, page: int) -> str:
+        runs = models.candidates(self._reader.runs())
+        pages = max(1, math.ceil(len(runs) / PAGE_MODELS))
+        page = min(page, pages)
+        shown = runs[(page - 1) * PAGE_MODELS : page * PAGE_MODELS]
+        committed = self._reader.committed([run.record.run for run in shown])
+        endpoints, bucket = self._reader.endpoints(), self._context.settings.runs_bucket
+        listed = [
+            models.model(run, committed[run.record.run], endpoints, bucket)
+            for run in shown
+            if run.record.run in committed
+        ]
+        return self._render("models.html", here="models", models=listed, page=page, pages=pages)
 
     async def endpoints(self, request: Request) -> Response:
         return await self._cached("/endpoints", self._endpoints)
@@ -303,6 +322,11 @@ class Pages:
 
     def _render(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(trouble=self._live.trouble, **values)
+
+
+def _page_number(request: Request) -> int:
+    text = request.query_params.get("page", "1")
+    return max(1, int(text)) if text.isdecimal() and len(text) < 9 else 1
 
 
 def _axis(request: Request) -> tuple[str, bool]:

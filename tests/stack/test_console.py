@@ -92,6 +92,7 @@ def test_a_run_from_its_upload_to_its_end(user: User, visitor: Visitor) -> None:
     run = user.drop(user.spec("succeed"))
     user.wait(run)
     page = visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    assert f'href="/runs/{run}"' in visitor.get("/models").text
     assert "Training loss by step: from 2 to 1" in page
     assert "gone" in page  # its resources
     assert run in visitor.get("/runs?q=noop&state=SUCCEEDED").text
@@ -150,6 +151,12 @@ def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: Us
 def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None:
     first, second = (named.serves().revision(number) for number in (1, 2))
     name = named.name
+    listed = visitor.wait_for("/models", lambda text: f"{name}, revision 2" in text)
+    assert f"{name}, revision 1" not in listed  # it does not serve any more
+    bucket = named.user.settings.runs_bucket
+    for revision in (first, second):
+        assert f"dropforge serve {revision.run} --as NAME" in listed
+        assert f"gs://{bucket}/models/{revision.run}/attempt-1/" in listed
     page = visitor.wait_for("/endpoints", lambda text: second.run in text and f"/endpoints/{name}/rollback" in text)
     assert named.record.base_url in page
     assert visitor.post(f"/endpoints/{name}/rollback").status_code == 303
@@ -224,6 +231,7 @@ def test_hostile_text_is_text(user: User, visitor: Visitor) -> None:
     user.wait(run)
     page = visitor.wait_for(f"/runs/{run}", lambda text: "The spec was refused" in text)
     assert HOSTILE not in page
+    assert run not in visitor.get("/models").text
     assert "&lt;img" in page
     assert HOSTILE not in visitor.get("/runs", params={"q": HOSTILE, "state": HOSTILE}).text
 
