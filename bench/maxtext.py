@@ -39,7 +39,7 @@ def main() -> None:
 def measure(http: str) -> None:
     """Run the example and print its durations and metrics."""
     from dropforge.context import Context
-    from dropforge_cli.logs import read_log
+    from dropforge_local.stack.logs import read_log
 
     run, store = drop(), Context.from_environment().store
     record = wait_for_end(store, run)

@@ -29,6 +29,7 @@ locals {
     kubernetes_server_account  = "${var.prefix}-server"
     slack_webhook_secret       = var.slack_webhook_secret
     endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
+    console_url                = var.console_url
     otlp_endpoint              = var.otlp_endpoint
     access_url                 = "${local.functions_url}access"
     policy                     = local.policy

@@ -44,6 +44,17 @@ variable "cluster_regions" {
   default     = []
 }
 
+variable "console_url" {
+  description = "Address of a console of this deployment, which messages and `dropforge status` link to, such as https://console.example.com; empty: no links."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = var.console_url == "" || can(regex("^https://[^/]+[^/]$", var.console_url))
+    error_message = "Give the address alone, such as https://console.example.com: dropforge appends the path of a page."
+  }
+}
+
 variable "data_buckets" {
   description = "Buckets that specs may name as gs:// sources, and from which specs may be read. Trainers may read them. A bucket may belong to another project; the user who applies needs storage.buckets.setIamPolicy on it."
   type        = set(string)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "local,console,train,serve-cpu,dev"
+EXTRAS = "local,train,serve-cpu,dev"
 
 sys.path.insert(0, str(ROOT))
 

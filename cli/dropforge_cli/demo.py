@@ -20,6 +20,7 @@ from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
 from . import report
+from .console import console_link
 from .deployment import Deployment, of_stack
 from .display import stdout, titled
 from .follow import show_until_terminal
@@ -97,7 +98,10 @@ def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Conso
         if uri in SOURCES:
             _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(deployment.clients, uri))  # type: ignore[misc]
     run = upload_spec(deployment, path.read_bytes(), path.name)
-    out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/\n")
+    out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/")
+    if deployment.stack and deployment.stack.console:
+        out.print(f"watch it: {console_link(state, deployment.stack, f'/runs/{run}')}", soft_wrap=True)
+    out.print()
     record = show_until_terminal(deployment, run, out)
     if record.state is not RunState.SUCCEEDED:
         report.show_failure(deployment, deployment.store, record, out)

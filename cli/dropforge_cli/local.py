@@ -9,6 +9,7 @@ import click
 
 from dropforge.spec.policy import VARIABLE
 
+from .console import console_link
 from .deployment import running, state_directory
 from .options import SPEC_FILE, state_option
 from .plain import echo
@@ -25,10 +26,17 @@ PORT = click.IntRange(0, 65535)
 )
 @click.option("--grpc-port", type=PORT, default=0, help="Port of the gRPC APIs.")
 @click.option("--functions-port", type=PORT, default=0, help="Port of the functions.")
+@click.option("--console-port", type=PORT, default=0, help="Port of the console.")
 @click.option("--policy", type=SPEC_FILE, metavar="FILE", help="A policy.yaml; kept for later starts.")
 @state_option
 def up(
-    foreground: bool, http_port: int, grpc_port: int, functions_port: int, policy: Path | None, state: str | None
+    foreground: bool,
+    http_port: int,
+    grpc_port: int,
+    functions_port: int,
+    console_port: int,
+    policy: Path | None,
+    state: str | None,
 ) -> None:
     """Start the local stack: emulated Google APIs and the functions, on this machine only."""
     from dropforge_local.stack import control as stack
@@ -38,7 +46,12 @@ def up(
     if policy is not None:
         _keep_policy(directory, policy, is_running)
     info = stack.up(
-        directory, http_port=http_port, grpc_port=grpc_port, functions_port=functions_port, foreground=foreground
+        directory,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        functions_port=functions_port,
+        console_port=console_port,
+        foreground=foreground,
     )
     echo(f"the local stack {'runs already' if is_running else 'is ready'}, with its state in {directory}")
     echo(f"  REST APIs   {info.http}")
@@ -47,6 +60,9 @@ def up(
     echo(f"  project     {info.project}")
     echo(f"  specs go to gs://{info.environment['DROPFORGE_SPECS_BUCKET']}/specs/")
     echo(f"  Slack       {info.http}/slack/messages")
+    if info.console:
+        echo(f"  console     {console_link(directory, info)}")
+        echo("              the link opens once, within ten minutes; `dropforge open` prints another")
     echo(f"  kubectl     --kubeconfig {directory / 'kubeconfig'}")
 
 

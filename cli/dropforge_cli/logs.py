@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Iterable
 
 import click
-import requests
 
+from dropforge.base.log_lines import GCLOUD_FORMAT, entries, readable, readable_gcloud
 from dropforge.base.redact import redact
-from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Ledger
 from dropforge.run.store import RunStore
+from dropforge_local.stack.logs import read_log
 
 from .deployment import Deployment, connect
 from .display import working
-from .log_lines import GCLOUD_FORMAT, entries, readable, readable_gcloud
 from .options import latest_argument, state_option
 from .plain import echo
 from .problems import CliError
@@ -51,16 +50,6 @@ def logs(run: str, follow: bool, tail: int | None, as_json: bool, state: str | N
         _follow(deployment.stack.http, store, run, tail, shown)
     else:
         _print_all(deployment.stack.http, store.ledger(run), tail, shown)
-
-
-def read_log(http: str, resource: str, tail: int | None = None) -> str | None:
-    """Return the output of an emulated resource's containers; None if no container ran, or the kind has no logs."""
-    parameters = {} if tail is None else {"tail": str(tail)}
-    response = requests.get(f"{http}/_local/logs/{resource}", params=parameters, timeout=TIMEOUT_SECONDS)
-    if response.status_code in (404, 501):
-        return None
-    response.raise_for_status()
-    return response.text
 
 
 def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None, as_json: bool) -> list[str]:

@@ -62,6 +62,9 @@ COMMANDS = {
     "console": Lazy(
         "console", "Serve the web page of the runs on this machine, until Ctrl-C; prints a link that opens it once."
     ),
+    "open": Lazy(
+        "console", "Print a link to the console, and open it on a desktop; of the local stack, the link opens once."
+    ),
     "workflows": Lazy("workflows", "Check and run workflow sources."),
     "chaos": Lazy(
         "chaos", "Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed."

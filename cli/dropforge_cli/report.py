@@ -19,11 +19,11 @@ from dropforge.run.artifacts import read_artifact, read_manifest
 from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
+from dropforge_local.stack.logs import read_log
 
 from .deployment import Deployment
 from .display import table, titled
 from .endpoints import token_of
-from .logs import read_log
 from .plan import price_warnings
 from .result import show_reason
 

@@ -105,12 +105,17 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     named = named_of(deployment.context.endpoints, record.run)
     if as_json:
         spec = read_specs(store, [record])[record.run]
-        behind = {"named_endpoints": [named_json(endpoint, record.run) for endpoint in named]}
-        echo_json({**record_json(record, utc_now(), spec, store.ledger_of(record)), **behind})
+        more = {
+            "named_endpoints": [named_json(endpoint, record.run) for endpoint in named],
+            "console_url": deployment.settings.page_of(record.run),
+        }
+        echo_json({**record_json(record, utc_now(), spec, store.ledger_of(record)), **more})
     elif not is_followed:
         snapshot = Follower(store, record.run).snapshot()
         assert snapshot is not None, "a record is never deleted"
         show(snapshot, named, store.ledger_of(snapshot.record), stdout())
+        if page := deployment.settings.page_of(record.run):
+            stdout().print(f"console {page}", soft_wrap=True)
     if watched and record.state is not RunState.SUCCEEDED:
         raise SystemExit(FAILED)
 

@@ -27,9 +27,9 @@ from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_ma
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
+from dropforge.stages.sweep.audit import compare
 from dropforge.stages.sweep.orphans import list_all
 
-from .audit import compare
 from .deployment import Deployment
 from .endpoints import token_of
 from .problems import CliError

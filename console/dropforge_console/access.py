@@ -1,27 +1,23 @@
-"""Who may see the console on a laptop: the browser that followed a link which this process has printed.
+"""Who may see the console on a laptop: the browser that followed a link which a command has printed.
 
 Any page of the web and any process of the machine can reach a port of 127.0.0.1. So a request must name this server as
-its host (a name that an attacker points to 127.0.0.1 is another host), must carry a cookie of this start, and must come
-from the console's own page if it changes anything.
+its host (a name that an attacker points to 127.0.0.1 is another host), must carry the cookie of a session, and must
+come from the console's own page if it changes anything.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
-from collections.abc import Callable
 from http.cookies import SimpleCookie
-from urllib.parse import urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-INVITATION_SECONDS = 600.0
-SESSION_SECONDS = 12 * 3600
-ENTER = "/enter"
+from .passes import ENTER, INVITATION, SECONDS, SESSION, Passes
+
 OPEN_PATHS = (ENTER, "/static/")  # what a browser without the cookie may fetch
 SAFE = ("GET", "HEAD")
+HOW_TO_ENTER = "open the link that `dropforge open` prints, or that of a new `dropforge console`"
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -34,31 +30,25 @@ HEADERS = {
 
 
 class Access:
-    """The invitations and the session of one start of the console."""
+    """The invitations and the sessions of a console at `host`, which is a name and a port."""
 
-    def __init__(self, host: str, now: Callable[[], float]) -> None:
+    def __init__(self, host: str, passes: Passes) -> None:
         self.host = host
         self.cookie = f"dropforge-console-{host.rpartition(':')[2]}"  # browsers send a cookie to every port
-        self._session = secrets.token_urlsafe(32)
-        self._invitations: dict[str, float] = {}
-        self._now = now
+        self._passes = passes
 
     def link(self, path: str = "/runs") -> str:
         """Return a link that opens a page of the console, once, within ten minutes."""
-        token = secrets.token_urlsafe(32)
-        self._invitations[token] = self._now() + INVITATION_SECONDS
-        return f"http://{self.host}{ENTER}?{urlencode({'token': token, 'next': path})}"
+        return self._passes.link(f"http://{self.host}", path)
 
     def spend(self, token: str) -> bool:
         """Whether the token of a link is valid. It is not valid again."""
-        ends = self._invitations.pop(token, None)
-        return ends is not None and self._now() < ends
+        return self._passes.spend(INVITATION, token)
 
     def admit(self, response: Response) -> None:
-        """Give the browser of a response the cookie of this start."""
-        response.set_cookie(
-            self.cookie, self._session, max_age=SESSION_SECONDS, httponly=True, samesite="lax", path="/"
-        )
+        """Give the browser of a response a session."""
+        token, seconds = self._passes.issue(SESSION), int(SECONDS[SESSION])
+        response.set_cookie(self.cookie, token, max_age=seconds, httponly=True, samesite="lax", path="/")
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and text of the refusal of a request; None if the request is allowed."""
@@ -68,7 +58,7 @@ class Access:
         if scope["method"] not in SAFE and not self._is_own_page(headers):
             return 403, "only the console's own pages may send this request"
         if not scope["path"].startswith(OPEN_PATHS) and not self._has_cookie(headers):
-            return 401, "this browser has no session: run `dropforge console` again, and open the link that it prints"
+            return 401, f"this browser has no session: {HOW_TO_ENTER}"
         return None
 
     def _is_own_page(self, headers: Headers) -> bool:
@@ -77,7 +67,7 @@ class Access:
 
     def _has_cookie(self, headers: Headers) -> bool:
         morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        return morsel is not None and hmac.compare_digest(morsel.value.encode(), self._session.encode())
+        return morsel is not None and self._passes.is_valid(SESSION, morsel.value)
 
 
 class Guard:

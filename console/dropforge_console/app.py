@@ -17,9 +17,10 @@ from starlette.staticfiles import StaticFiles
 
 from dropforge.context import Context
 
-from .access import ENTER, Access, Guard
+from .access import Access, Guard
 from .live import Live
 from .pages import LogReader, Pages
+from .passes import ENTER
 from .reader import Reader
 
 STATIC = Path(__file__).parent / "static"
@@ -51,9 +52,11 @@ def create_app(context: Context, access: Access, read_log: LogReader | None = No
             Route("/runs/{run}", pages.run),
             Route("/runs/{run}/cancel", pages.cancel, methods=["POST"]),
             Route("/compare", pages.compare),
+            Route("/models", pages.models),
             Route("/endpoints", pages.endpoints),
             Route("/endpoints/{name}/rollback", pages.rollback, methods=["POST"]),
             Route("/cost", pages.cost),
+            Route("/health", pages.health),
             Route("/new", pages.new, methods=["GET", "POST"]),
             Route("/live", pages.stream),
             Mount("/static", StaticFiles(directory=STATIC)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -76,8 +76,16 @@ class Live:
         everybody = burns or trouble != self.trouble
         self.trouble, self.version = trouble, self.version + 1
         self._burnt = self._looked if burns else self._burnt
-        for viewer in self._viewers:
-            if (everybody or not viewer.run or viewer.run in changed) and not viewer.inbox.full():
+        self._send(viewer for viewer in self._viewers if everybody or not viewer.run or viewer.run in changed)
+
+    def announce(self) -> None:
+        """Tell every page that it has changed, by something that is not in the bucket."""
+        self.version += 1
+        self._send(self._viewers)
+
+    def _send(self, viewers: Iterable[Viewer]) -> None:
+        for viewer in viewers:
+            if not viewer.inbox.full():
                 viewer.inbox.put_nowait(self.version)
 
     async def stream(self, run: str) -> AsyncIterator[str]:

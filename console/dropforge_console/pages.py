@@ -22,9 +22,11 @@ from dropforge.base.figures import duration, usd
 from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.stages.sweep.audit import MEANING
 
-from . import actions, compare, views
-from .access import Access
+from . import actions, compare, models, views
+from .access import HOW_TO_ENTER, Access
+from .health import Auditor, last_sweep
 from .live import Live
 from .reader import Reader, Run
 
@@ -32,6 +34,7 @@ LogReader = Callable[[str], list[str]]  # the last lines of a resource's contain
 
 FRESH_SECONDS = 1.0  # a page without a stream shows at most this old content
 PAGE_ROWS = 100
+PAGE_MODELS = 50
 KEPT_PAGES = 200  # rendered pages of one version
 LOG_LINES = 40
 STATIC = Path(__file__).parent / "static"
@@ -48,6 +51,7 @@ class Pages:
         self._reader = reader
         self._live = live
         self._read_log = read_log
+        self._auditor = Auditor(context, live.announce)
         self._rendered: tuple[int, dict[str, str]] = (-1, {})
         self._templates = Environment(
             loader=PackageLoader(__package__),
@@ -70,7 +74,7 @@ class Pages:
         form = await _form(request)
         token, to = form.get("token", ""), form.get("next", "")
         if not self._access.spend(token):
-            raise HTTPException(403, "this link was used, or is older than ten minutes: run `dropforge console` again")
+            raise HTTPException(403, f"this link was used, or is older than ten minutes: {HOW_TO_ENTER}")
         is_own = to.startswith("/") and not to.startswith(("//", "/\\"))
         response = RedirectResponse(to if is_own else "/runs", 303)
         self._access.admit(response)
@@ -81,7 +85,7 @@ class Pages:
         wanted = views.Wanted(
             query.get("q", "")[:200], query.get("state", ""), query.get("target", ""), query.get("sort", "created")
         )
-        page = max(1, int(found)) if (found := query.get("page", "1")).isdecimal() and len(found) < 9 else 1
+        page = _page_number(request)
         return await self._cached(f"/runs?{wanted!r}&{page}", lambda: self._runs(wanted, page))
 
     def _runs(self, wanted: views.Wanted, page: int) -> str:
@@ -178,6 +182,24 @@ class Pages:
             differences=compare.differences(runs),
         )
 
+    async def models(self, request: Request) -> Response:
+        page = _page_number(request)
+        return await self._cached(f"/models?{page}", lambda: self._models(page))
+
+    def _models(self, page: int) -> str:
+        runs = models.candidates(self._reader.runs())
+        pages = max(1, math.ceil(len(runs) / PAGE_MODELS))
+        page = min(page, pages)
+        shown = runs[(page - 1) * PAGE_MODELS : page * PAGE_MODELS]
+        committed = self._reader.committed([run.record.run for run in shown])
+        endpoints, bucket = self._reader.endpoints(), self._context.settings.runs_bucket
+        listed = [
+            models.model(run, committed[run.record.run], endpoints, bucket)
+            for run in shown
+            if run.record.run in committed
+        ]
+        return self._render("models.html", here="models", models=listed, page=page, pages=pages)
+
     async def endpoints(self, request: Request) -> Response:
         return await self._cached("/endpoints", self._endpoints)
 
@@ -220,6 +242,23 @@ class Pages:
             total=Group.of("In all", priced, now),
             dearest=max((group.total.known for group in groups), default=0.0),
             still_open=sum(is_open(run.record, now) for run in priced),
+        )
+
+    async def health(self, request: Request) -> Response:
+        self._auditor.look()
+        return await self._cached("/health", self._health)
+
+    def _health(self) -> str:
+        looked = self._auditor.latest
+        differences = looked.result.differences if looked and looked.result else []
+        return self._render(
+            "health.html",
+            here="health",
+            sweep=last_sweep(self._context),
+            looked=looked,
+            meaning=MEANING,
+            words=sorted({difference.difference for difference in differences}),
+            unreadable=sorted(self._reader.unreadable.items()),
         )
 
     async def cancel(self, request: Request) -> Response:
@@ -283,6 +322,11 @@ class Pages:
 
     def _render(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(trouble=self._live.trouble, **values)
+
+
+def _page_number(request: Request) -> int:
+    text = request.query_params.get("page", "1")
+    return max(1, int(text)) if text.isdecimal() and len(text) < 9 else 1
 
 
 def _axis(request: Request) -> tuple[str, bool]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from datetime import datetime
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
-from dropforge.run.artifacts import read_artifact, read_manifest
+from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
+T = TypeVar("T")
+
 READERS = 16  # parallel requests; each record, spec or event is one request
 RECORDS = "runs/*/record.json"
 ENDPOINTS = "endpoints/*/record.json"
+KEPT = 200  # runs whose samples, or whose manifest in short, are kept
 JOURNALS = 20  # runs whose events are kept; those of a long run take some 20 MB
 
 
@@ -29,6 +33,36 @@ class Run(NamedTuple):
 
     record: Record
     spec: JobSpec | None
+
+
+class Committed(NamedTuple):
+    """What the manifest of a run says about its model. `size` is in bytes."""
+
+    created: datetime
+    base: Source
+    dataset: Source
+    serve_path: str
+    metrics: dict[str, float | None]
+    files: int
+    size: int
+
+
+class Kept(Generic[T]):
+    """Values about runs. Each is read once for each generation of its run's record, and the least used are dropped."""
+
+    def __init__(self, read: Callable[[str], T]) -> None:
+        self._read = read
+        self._values: dict[str, tuple[int | None, T]] = {}
+
+    def of(self, run: str, generation: int | None) -> T:
+        """Return the value of a run whose record has this generation."""
+        kept = self._values.pop(run, None)
+        if kept is None or kept[0] != generation:
+            kept = generation, self._read(run)
+        self._values[run] = kept  # the newest is last
+        for oldest in list(self._values)[:-KEPT]:
+            self._values.pop(oldest, None)
+        return kept[1]
 
 
 class Journal:
@@ -76,6 +110,8 @@ class Reader:
         self._runs: dict[str, Run] = {}
         self._endpoints: dict[str, EndpointRecord] = {}
         self._journals: dict[str, Journal] = {}
+        self._samples = Kept(self._read_samples)
+        self._committed = Kept(self._read_committed)
         self._lock = threading.Lock()
 
     def refresh(self, watched: Collection[str] = ()) -> set[str]:
@@ -122,12 +158,35 @@ class Reader:
 
     def samples(self, run: str) -> list[dict[str, Any]]:
         """The held-out rows of a run with the answers before and after the training; empty without such rows."""
+        return self._samples.of(run, self._generations.get(names.record_object(run)))
+
+    def committed(self, runs: Iterable[str]) -> dict[str, Committed]:
+        """What the manifests of these runs say, for each run that has a readable one."""
+        with ThreadPoolExecutor(READERS) as pool:
+            found = pool.map(
+                lambda run: (run, self._committed.of(run, self._generations.get(names.record_object(run)))), runs
+            )
+            return {run: committed for run, committed in found if committed is not None}
+
+    def _read_samples(self, run: str) -> list[dict[str, Any]]:
         client, bucket = self.store.bucket.client, self.store.bucket.name
         try:
             manifest = read_manifest(client, bucket, run)
             return list(json.loads(read_artifact(client, bucket, manifest, "samples.json"))) if manifest else []
         except (NotFound, Malformed, ValueError):
             return []
+
+    def _read_committed(self, run: str) -> Committed | None:
+        try:
+            manifest = read_manifest(self.store.bucket.client, self.store.bucket.name, run)
+        except Malformed:
+            return None
+        if manifest is None:
+            return None
+        files, size = len(manifest.files), sum(file.size for file in manifest.files)
+        return Committed(
+            manifest.created, manifest.base, manifest.dataset, manifest.serve_path, manifest.metrics, files, size
+        )
 
     def _list(self, prefix: str, glob: str) -> dict[str, int]:
         """The generation of each record, by the object's name."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import signal
+import socket
 from contextlib import suppress
 
 import uvicorn
@@ -18,23 +18,32 @@ STOP_SECONDS = 2  # for open streams: uvicorn waits for them
 HOST = "127.0.0.1"
 
 
-def serve(context: Context, port: int, ready: Callable[[Access], None], read_log: LogReader | None = None) -> None:
-    """Serve until Ctrl-C or SIGTERM. `ready` is called when the port is bound. Raises OSError for a port in use.
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens at a port of this machine; 0 is any free port. Raises OSError for a port in use."""
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, port))
+        listener.listen()  # a browser that is quicker than the server waits
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
-    Port 0 is any free port.
-    """
+
+def host_of(listener: socket.socket) -> str:
+    """Return the host and the port of a listening socket, as browsers name them."""
+    return f"{HOST}:{listener.getsockname()[1]}"
+
+
+def serve(context: Context, listener: socket.socket, access: Access, read_log: LogReader | None = None) -> None:
+    """Serve at a listening socket until Ctrl-C or SIGTERM."""
     config = uvicorn.Config(
-        lambda: None,
-        host=HOST,
-        port=port,
+        create_app(context, access, read_log),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=STOP_SECONDS,
     )
-    listener = config.bind_socket()
-    listener.listen()  # a browser that is quicker than the server waits
-    access = Access(f"{HOST}:{listener.getsockname()[1]}", time.monotonic)
-    config.app = create_app(context, access, read_log)
-    ready(access)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the caller cleans up after SIGTERM too
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
         uvicorn.Server(config).run(sockets=[listener])

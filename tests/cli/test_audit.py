@@ -11,7 +11,7 @@ from dropforge.cloud.listing import Listed
 from dropforge.platforms.gke.train import JOB
 from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
-from dropforge_cli.audit import MISSING, Difference, compare
+from dropforge.stages.sweep.audit import MISSING, Difference, compare
 
 RUN = "job-0123456789ab"
 OWN = f"projects/p1/locations/us-central1/clusters/{names.training_name(RUN, 1)}"

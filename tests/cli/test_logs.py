@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dropforge.base.log import log
+from dropforge.base.log_lines import FIELDS, entries, readable, readable_gcloud
 from dropforge.run.record import RunState
-from dropforge_cli.log_lines import FIELDS, entries, readable, readable_gcloud
 
 from .conftest import Deployed, entry
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -12,7 +14,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from dropforge_console.access import INVITATION_SECONDS, Access, Guard
+from dropforge_console.access import Access, Guard
+from dropforge_console.passes import INVITATION, SECONDS, SESSION, Passes
 
 HOST = "127.0.0.1:8899"
 
@@ -33,8 +36,13 @@ def time() -> Time:
 
 
 @pytest.fixture
-def access(time: Time) -> Access:
-    return Access(HOST, time)
+def passes(tmp_path: Path, time: Time) -> Passes:
+    return Passes(tmp_path / "console", time)
+
+
+@pytest.fixture
+def access(passes: Passes) -> Access:
+    return Access(HOST, passes)
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def test_a_browser_without_the_cookie_sees_nothing(client: TestClient) -> None:
     answer = client.get("/runs")
     assert answer.status_code == 401
     assert "secret" not in answer.text
-    assert "dropforge console" in answer.text
+    assert "dropforge open" in answer.text
 
 
 def test_the_cookie_opens_the_pages(client: TestClient) -> None:
@@ -110,8 +118,41 @@ def test_a_link_opens_once(access: Access) -> None:
 
 def test_a_link_is_valid_for_ten_minutes(access: Access, time: Time) -> None:
     token = token_of(access)
-    time.seconds += INVITATION_SECONDS
+    time.seconds += SECONDS[INVITATION]
     assert not access.spend(token)
+
+
+def test_a_link_opens_for_one_of_many_who_come_at_once(access: Access) -> None:
+    tokens = [token_of(access) for _ in range(20)]
+    with ThreadPoolExecutor(8) as pool:
+        spent = [sum(pool.map(access.spend, [token] * 8)) for token in tokens]
+    assert spent == [1] * 20
+
+
+def test_a_session_survives_a_restart_and_ends_after_twelve_hours(
+    client: TestClient, time: Time, tmp_path: Path
+) -> None:
+    client.post("/enter", headers={"sec-fetch-site": "same-origin"})
+    token = next(iter(client.cookies.values()))
+    restarted = Passes(tmp_path / "console", time)
+    assert restarted.is_valid(SESSION, token)
+    assert not restarted.is_valid(INVITATION, token)
+    time.seconds += SECONDS[SESSION]
+    assert client.get("/runs").status_code == 401
+
+
+def test_the_files_of_tokens_open_nothing_and_do_not_pile_up(passes: Passes, time: Time, tmp_path: Path) -> None:
+    directory = tmp_path / "console"
+    for _ in range(50):
+        passes.issue(INVITATION)
+        time.seconds += SECONDS[INVITATION]
+    files = list(directory.iterdir())
+    assert len(files) == 1
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert files[0].stat().st_mode & 0o777 == 0o600
+    time.seconds -= 1
+    assert not passes.spend(INVITATION, files[0].name)
+    assert not passes.spend(INVITATION, files[0].name.partition("-")[2])
 
 
 def test_every_answer_forbids_scripts_of_others(client: TestClient) -> None:

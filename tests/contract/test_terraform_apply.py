@@ -35,6 +35,7 @@ VARIABLES = {
     "alert_emails": ["oncall@example.com"],
     "billing_account": "000000-111111-222222",
     "cluster_regions": [REGION],
+    "console_url": "https://console.example.com",
     "data_buckets": ["datasets"],
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
@@ -215,6 +216,7 @@ def test_the_command_line_reads_its_settings(applied: Applied) -> None:
     settings = Settings.from_environment(environment)
     assert settings.workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
     assert policy_of(settings.policy).max_cost_usd == 12.5
+    assert settings.page_of("r-1") == "https://console.example.com/runs/r-1"
 
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dropforge_cli.logs import read_log
 from dropforge_local.stack import control as local
 from dropforge_local.stack.deployment import CLUSTER, IMAGES
+from dropforge_local.stack.logs import read_log
 
 from .clusters import Clusters
 from .conftest import User

@@ -21,8 +21,11 @@ from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base.figures import usd
 from dropforge.run.record import RunState
+from dropforge.stages.sweep import findings
 from dropforge_cli.main import cli
 
+from ..deployments import clients
+from ..stage_calls import sweep
 from .conftest import User
 from .named import Named
 from .test_endpoints import named
@@ -90,6 +93,7 @@ def test_a_run_from_its_upload_to_its_end(user: User, visitor: Visitor) -> None:
     run = user.drop(user.spec("succeed"))
     user.wait(run)
     page = visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    assert f'href="/runs/{run}"' in visitor.get("/models").text
     assert "Training loss by step: from 2 to 1" in page
     assert "gone" in page  # its resources
     assert run in visitor.get("/runs?q=noop&state=SUCCEEDED").text
@@ -125,9 +129,35 @@ def test_the_cost_is_grouped_as_on_the_command_line(user: User, visitor: Visitor
     assert visitor.get("/cost?by=<script>").status_code == 200
 
 
+def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: User, visitor: Visitor) -> None:
+    run = user.drop(user.spec("succeed"))
+    user.wait(run)
+    missing = f"projects/{user.settings.project}/locations/us-central1/jobs/df-{run}-a1"
+    user.store.intend(run, "run.googleapis.com/Job", missing, 1)
+    page = visitor.wait_for("/health", lambda text: "compared" in text)
+    assert missing in page
+    assert "the ledger does not say that it is gone" in page  # what "remaining" means
+    sweep()  # it verifies that the job does not exist
+    assert missing not in {entry.name for entry in user.store.ledger(run).remaining()}
+    page = visitor.wait_for("/health", lambda text: "ended <time" in text)
+    assert HOSTILE not in page
+    clients.storage().bucket(user.settings.runs_bucket).blob(findings.OBJECT).upload_from_string(
+        json.dumps({"ended": "2026-01-01T00:00:00Z", "counts": {"problems": 1}, "problems": [HOSTILE]})
+    )
+    page = visitor.wait_for("/health", lambda text: "Late" in text)
+    assert "1 problem" in page
+    assert HOSTILE not in page
+
+
 def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None:
     first, second = (named.serves().revision(number) for number in (1, 2))
     name = named.name
+    listed = visitor.wait_for("/models", lambda text: f"{name}, revision 2" in text)
+    assert f"{name}, revision 1" not in listed  # it does not serve any more
+    bucket = named.user.settings.runs_bucket
+    for revision in (first, second):
+        assert f"dropforge serve {revision.run} --as NAME" in listed
+        assert f"gs://{bucket}/models/{revision.run}/attempt-1/" in listed
     page = visitor.wait_for("/endpoints", lambda text: second.run in text and f"/endpoints/{name}/rollback" in text)
     assert named.record.base_url in page
     assert visitor.post(f"/endpoints/{name}/rollback").status_code == 303
@@ -202,6 +232,7 @@ def test_hostile_text_is_text(user: User, visitor: Visitor) -> None:
     user.wait(run)
     page = visitor.wait_for(f"/runs/{run}", lambda text: "The spec was refused" in text)
     assert HOSTILE not in page
+    assert run not in visitor.get("/models").text
     assert "&lt;img" in page
     assert HOSTILE not in visitor.get("/runs", params={"q": HOSTILE, "state": HOSTILE}).text
 

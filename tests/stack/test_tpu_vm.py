@@ -12,7 +12,7 @@ import pytest
 from dropforge.base import names
 from dropforge.run.record import RunState
 from dropforge.stages.completion import completion_problem
-from dropforge_cli.logs import read_log
+from dropforge_local.stack.logs import read_log
 
 from ..deployments import here
 from ..stage_calls import inspect

@@ -40,7 +40,7 @@ class Settings:
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
-    console_url: str = ""
+    console_url: str = ""  # of the console, such as https://console.example.com; "": messages have no links to it
     token_command: str = ""  # prints an endpoint's token, given a run id, where gcloud's commands do not; "": they do
     otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": none gets it
     operations_topic: str = ""  # of operators, who may cancel any run
@@ -56,6 +56,10 @@ class Settings:
     @property
     def rollout_workflow_name(self) -> str:
         return f"projects/{self.project}/locations/{self.location}/workflows/{self.rollout_workflow}"
+
+    def page_of(self, run: str) -> str:
+        """The page of a run in the console; "" without a console."""
+        return f"{self.console_url.rstrip('/')}/runs/{run}" if self.console_url else ""
 
     @property
     def deployment(self) -> str:

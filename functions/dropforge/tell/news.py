@@ -88,14 +88,14 @@ def state_news(record: Record, spec: JobSpec | None, settings: Settings, now: da
     lines = tuple(line for line in _lines(record, spec, settings, now) if line.text)
     event, title = state_event(record, record.state, now), _title(record, headline)
     error_class = record.error.error_class if record.error else None
-    return News(event, record.state, title, lines, _page(record, settings), error_class)
+    return News(event, record.state, title, lines, settings.page_of(record.run), error_class)
 
 
 def notice_news(record: Record, notice: Notice, settings: Settings, now: datetime) -> News:
     """The message for a notice."""
     lines = (Line("", one_line(notice.text)),)
     event, title = notice_event(record, notice, now), _title(record, notice.headline)
-    return News(event, record.state, title, lines, _page(record, settings), tone=notice.tone)
+    return News(event, record.state, title, lines, settings.page_of(record.run), tone=notice.tone)
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
@@ -125,13 +125,9 @@ def _lines(record: Record, spec: JobSpec | None, settings: Settings, now: dateti
     return [*_failure(record, settings), *money, _more(record, settings)]
 
 
-def _page(record: Record, settings: Settings) -> str:
-    return f"{settings.console_url.rstrip('/')}/runs/{record.run}" if settings.console_url else ""
-
-
 def _more(record: Record, settings: Settings) -> Line:
     """Where the run and its log are shown."""
-    page = _page(record, settings)
+    page = settings.page_of(record.run)
     return Line("more", f"{page} or `dropforge logs {record.run}`" if page else f"dropforge logs {record.run}", page)
 
 

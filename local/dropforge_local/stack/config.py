@@ -19,7 +19,10 @@ class StackError(Exception):
 
 @dataclass(frozen=True)
 class StackInfo:
-    """How to reach a running stack. `environment` makes dropforge's clients and settings use this stack."""
+    """How to reach a running stack. `environment` makes dropforge's clients and settings use this stack.
+
+    `console` is the address of the web page; whoever may write `console_directory` makes links that open it.
+    """
 
     pid: int
     started: float
@@ -28,6 +31,7 @@ class StackInfo:
     functions: str
     project: str
     environment: dict[str, str]
+    console: str = ""  # a stack of an earlier version has none
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class StackConfig:
 
 
 PRIVATE = 0o077  # the state holds secrets: only its owner may read it
+
+
+def console_directory(state: Path) -> Path:
+    """Where the tokens are that open the console (dropforge_console/passes.py)."""
+    return state / "console"
 
 
 def container_directories(state: Path) -> list[Path]:

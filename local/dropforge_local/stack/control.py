@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 
 import psutil
@@ -52,7 +53,13 @@ def running(state: Path) -> StackInfo | None:
 
 
 def up(
-    state: Path, *, http_port: int = 0, grpc_port: int = 0, functions_port: int = 0, foreground: bool = False
+    state: Path,
+    *,
+    http_port: int = 0,
+    grpc_port: int = 0,
+    functions_port: int = 0,
+    console_port: int = 0,
+    foreground: bool = False,
 ) -> StackInfo:
     """Start the stack and wait until it is ready; a stack that already runs stays unchanged.
 
@@ -62,7 +69,7 @@ def up(
         return info
     state.mkdir(parents=True, exist_ok=True)
     state.chmod(0o777 & ~PRIVATE)  # also the directory of an earlier version, whose files others could read
-    ports = _ports(state, http_port, grpc_port, functions_port)
+    ports = _ports(state, http_port, grpc_port, functions_port, console_port)
     if foreground:
         from .main import run
 
@@ -130,8 +137,8 @@ def _spawn(command: list[str], log_path: Path) -> int:
 def _ports(state: Path, *requested: int) -> list[int]:
     """The requested ports; for a port 0, the port of the last start, so that earlier URLs still work."""
     path = state / "ports.json"
-    last = json.loads(path.read_text()) if path.exists() else [0, 0, 0]
-    return [port or before for port, before in zip(requested, last, strict=True)]
+    last = json.loads(path.read_text()) if path.exists() else []  # an earlier version kept fewer ports
+    return [port or before for port, before in zip_longest(requested, last, fillvalue=0)]
 
 
 def _read_info(state: Path) -> StackInfo | None:
@@ -139,7 +146,7 @@ def _read_info(state: Path) -> StackInfo | None:
         values = json.loads((state / "stack.json").read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return StackInfo(**{f.name: values[f.name] for f in fields(StackInfo)})
+    return StackInfo(**{f.name: values[f.name] for f in fields(StackInfo) if f.name in values})
 
 
 def _is_alive(info: StackInfo) -> bool:

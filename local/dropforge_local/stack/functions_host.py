@@ -13,15 +13,15 @@ import importlib
 import json
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dropforge_local.base.identity import Identity
 from dropforge_local.base.recording import FILE, INVOCATION, Recorder, caller, tell_callers
+
+from .child import end_with_parent
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 SOURCE = Path(__file__).resolve().parents[3] / "functions" / "main.py"
@@ -120,12 +120,6 @@ def serve(
     Application().run()
 
 
-def _end_with_parent() -> None:
-    """End when the stack ends, even if it was killed: its end of the pipe closes then."""
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _import_what_takes_long() -> None:
     """Import what every start needs, while the stack imports its own libraries and cannot send the start line yet."""
     for name in IMPORTS:
@@ -141,7 +135,7 @@ def main() -> None:
         return  # the stack ended before it could send the line
     start = json.loads(line)
     os.environ.update(start["environment"])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     recorder = Recorder(Path(FILE)) if start["records"] else None  # the working directory is the stack's state
     serve(start["url"], int(sys.argv[1]), Identity(start["secret"]), start["invokers"], recorder)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -15,13 +12,9 @@ import psutil
 
 from dropforge_local.base.ports import HOST
 
-from .config import StackError
+from .child import inherited, listen
 
-# The functions get what a deployment sets, and nothing else of the shell's: the last two are for platforms that live
-# outside of the repository (dropforge/spec/registry.py).
-INHERITED = ("PATH", "LANG", "TMPDIR", "PYTHONPATH", "DROPFORGE_PLATFORMS")
 MODULE = "dropforge_local.stack.functions_host"
-BIND_SECONDS = 3.0
 STOP_SECONDS = 10
 
 
@@ -29,7 +22,7 @@ class FunctionsProcess:
     """One functions' process at a time, always at the same socket. Raises StackError when the port is taken."""
 
     def __init__(self, state: Path, port: int, *, tells_callers: bool) -> None:
-        self._listener = _bind(port)
+        self._listener = listen(port, "--functions-port")
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/"
         self._state = state
         self._command = [sys.executable, "-P", "-m", MODULE, str(self._listener.fileno())]
@@ -38,14 +31,13 @@ class FunctionsProcess:
 
     def begin(self) -> None:
         """Start the process. It imports its libraries, waits for `tell`, then serves."""
-        base = {name: os.environ[name] for name in INHERITED if name in os.environ}
         with (self._state / "functions.log").open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=base,
+                env=inherited(),
                 pass_fds=[self._listener.fileno()],
                 cwd=self._state,
             )
@@ -86,22 +78,3 @@ class FunctionsProcess:
             master = psutil.Process(self._process.pid)
             for process in [*master.children(recursive=True), master]:
                 process.kill()
-
-
-def _bind(port: int) -> socket.socket:
-    """A listening socket. Wait up to BIND_SECONDS: the functions of a killed stack may hold the port for a moment."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    deadline = time.monotonic() + BIND_SECONDS
-    while True:
-        try:
-            listener.bind((HOST, port))
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                listener.close()
-                reason = f"cannot listen on {HOST}:{port}: {error.strerror}"
-                raise StackError(f"{reason}; choose another with --functions-port") from error
-        time.sleep(0.05)
-    listener.listen(1024)
-    return listener

@@ -65,6 +65,7 @@ from .config import (
     container_directories,
     replace_file,
 )
+from .console_process import ConsoleProcess
 from .crash import CrashSwitch
 from .deployment import (
     CLUSTER,
@@ -95,9 +96,11 @@ EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
 class Stack:
-    """Every emulator and the scheduler, on one event loop, and the functions, whose process has already begun."""
+    """Every emulator and the scheduler, on one event loop, the functions, whose process has begun, and the console."""
 
-    def __init__(self, state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:
+    def __init__(
+        self, state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess, console: ConsoleProcess
+    ) -> None:
         self.state = state
         self.config = StackConfig.of(state)
         self.clock = SystemClock()
@@ -105,6 +108,7 @@ class Stack:
         self.identity = Identity(_secret(state))
         self.functions_url = functions.url
         self._functions = functions
+        self._console = console
         self.recorder = Recorder(state / FILE, self.identity) if self.config.record else None
         self.callers = self._callers()
         self._build()
@@ -212,6 +216,7 @@ class Stack:
             raise StackError(f"{error}; choose other ports with --http-port and --grpc-port") from error
         self._tell_functions()
         await self._wait_for_functions()
+        self._console.begin(self.environment())
         self._tasks = [asyncio.create_task(self._schedule_sweeps()), asyncio.create_task(self._watch_functions())]
         return self.info()
 
@@ -223,6 +228,7 @@ class Stack:
             stack.callback(self.db.close)
             stack.push_async_callback(asyncio.to_thread, self._functions.stop)
             stack.push_async_callback(self._server.stop)
+            stack.push_async_callback(self._console.stop)
 
     def info(self) -> StackInfo:
         pid = os.getpid()
@@ -234,12 +240,14 @@ class Stack:
             functions=self.functions_url,
             project=PROJECT,
             environment=self.environment(),
+            console=self._console.url,
         )
 
     def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to use this stack."""
         shared = deployment.environment(*self._server.addresses(caller), self._token(caller))
         shared["DROPFORGE_ACCESS_URL"] = f"{self.functions_url}access"
+        shared["DROPFORGE_CONSOLE_URL"] = self._console.url
         # Secrets hold whole URLs of webhooks, which are the same for every caller.
         return {**shared, "WEBHOOK_EMULATOR_HOST": self._server.url, **self.config.settings}
 
@@ -349,11 +357,14 @@ class Stack:
                         pass
 
 
-async def serve(state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:
+async def serve(
+    state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess, console: ConsoleProcess
+) -> None:
     """Run the stack until SIGTERM or SIGINT. Raises StackError."""
-    stack = Stack(state, http_port, grpc_port, functions)
+    stack = Stack(state, http_port, grpc_port, functions, console)
     info = await stack.start()
-    replace_file(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
+    addresses = (info.http, info.grpc, info.functions, info.console)
+    replace_file(state / "ports.json", json.dumps([_port(address) for address in addresses]))
     replace_file(state / "kubeconfig", stack.kubeconfig())
     replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
     stop = asyncio.Event()

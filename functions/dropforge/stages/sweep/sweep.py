@@ -20,7 +20,8 @@ from dropforge.run.record import Record
 from dropforge.stages import places
 from dropforge.stages.answers import Swept
 
-from . import cursor, lost_work, named, orphans
+from . import cursor, findings, lost_work, named, orphans
+from .findings import Findings
 from .orphans import Deletions, Orphan
 
 T = TypeVar("T")
@@ -60,8 +61,9 @@ def sweep(context: Context) -> Swept:
         resubmitted=[*tended.accepted, *submitted.runs],
         problems=look.problems[:MOST_PROBLEMS],
     )
-    counts = {name: len(value) for name, value in answer.model_dump().items()}
-    context.log("swept", stage="sweep", listed=len(look.resources), counts=counts)
+    found = findings.of(answer, context.now())
+    look.keep(found)
+    context.log("swept", stage="sweep", listed=len(look.resources), counts=found.counts)
     return answer
 
 
@@ -166,6 +168,10 @@ class Look:
             runs += [run for _, run in submitted if run]
             stopped = str(batch[-1].name)
         return Submitted(runs, "")
+
+    def keep(self, found: Findings) -> None:
+        """Keep the findings of this sweep in the bucket. What they report is done, also if the bucket refuses them."""
+        self._for_each(lambda context: findings.write(context, found), [self.context])
 
     def _tend(self, runs: list[str], marks: dict[str, datetime], live: frozenset[str] | None) -> Tended:
         """Settle, restart and accept these runs; without the live executions nothing is restarted."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from dropforge.base.redact import redact
+from .redact import redact
 
 # In the order of the columns of `gcloud logging`, which prints an empty text for a missing field.
 FIELDS = ("timestamp", "severity", "textPayload", "message", "step", "total_steps", "loss", "hint")
