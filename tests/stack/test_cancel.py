@@ -57,7 +57,9 @@ def test_overwriting_a_spec_cancels_nothing(user: User) -> None:
     user.wait(first, "TRAINING")
     generation = str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
     second = user.drop(user.spec("hang"), name)
-    user.wait_for(second, lambda record: True)  # until the second run has a record, `cancel_deleted` asks for another delivery
+    user.wait_for(
+        second, lambda record: True
+    )  # until the second run has a record, `cancel_deleted` asks for another delivery
     cancel_deleted(user.settings.specs_bucket, name, generation)
     assert user.store.record(first).cancel_requested is None
     for run in (first, second):

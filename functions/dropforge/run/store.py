@@ -25,6 +25,7 @@ from dropforge.spec import JobSpec
 
 from .proof import new_key
 from .record import Ledger, Record, ResourceState
+from .series import Kept, read_series
 
 M = TypeVar("M", bound=Record | Ledger)
 UPDATE_TRIES = 12
@@ -111,6 +112,10 @@ class RunStore:
     def key(self, run: str) -> str:
         """The run's key (run/proof.py), which never changes; "" for a run that was accepted before there were keys."""
         return self._key(run)
+
+    def series(self, run: str, attempt: int, key: str = "") -> Kept | None:
+        """The series of an attempt; None if there is none, or none with the proof of `key`."""
+        return read_series(self.bucket.client, self.bucket.name, run, attempt, key)
 
     def ledger(self, run: str) -> Ledger:
         """The present ledger of a run; empty if it has no ledger. Raises Malformed."""
