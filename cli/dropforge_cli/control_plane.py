@@ -67,8 +67,9 @@ def usage_of_training(seconds: float, check_interval_seconds: float) -> Usage:
 
 
 def progress_points(seconds: float) -> float:
-    """At most so many points of the series, each of which costs at most one write: one in 1 s, later in 2 s, in 1 % of the time trained, and in 30 s.
+    """At most so many points of the series: one in 1 s, later in 2 s, in 1 % of the time trained, and in 30 s.
 
+    Each costs at most one write.
     These are the limits of containers/common/report.py, for a training with 20 steps a second or more.
     """
     first, early, middle = min(seconds, 60), min(seconds, 200), min(seconds, 3000)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
+from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.run.artifacts import read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
+from dropforge.run.series import series_object
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
@@ -31,28 +33,48 @@ class Run(NamedTuple):
     spec: JobSpec | None
 
 
+class Known(NamedTuple):
+    """The points of a series, and the generation of its object."""
+
+    generation: int
+    points: list[Progress]
+
+
 class Journal:
-    """The job events of one run. Each event is read once: the names grow with attempt and sequence."""
+    """The progress of one run: the series of its attempts, and the events of the starts.
+
+    Images from before 2026-11-24 tell their progress by events. Each event is read once: the names grow with attempt
+    and sequence. A series is read again when its object has changed.
+    """
 
     def __init__(self, store: RunStore, run: str) -> None:
-        self.progress: list[Progress] = []
         self.starts: list[Started] = []
         self._store = store
         self._run = run
+        self._told: list[Progress] = []
+        self._series: dict[int, Known] = {}
         self._last = names.events_prefix(run)
         self._lock = threading.Lock()
 
-    def refresh(self) -> bool:
-        """Read the new events; return whether there were any."""
+    @property
+    def progress(self) -> list[Progress]:
+        return [*self._told, *(point for known in self._series.values() for point in known.points)]
+
+    def refresh(self, attempt: int) -> bool:
+        """Read what is new up to an attempt, the newest of the run; return whether there was anything."""
         with self._lock:
-            listed = self._store.names(names.events_prefix(self._run), self._last)
-            new = [name for name in listed if name != self._last]
-            if not new:
-                return False
-            with ThreadPoolExecutor(READERS) as pool:
-                self._add(pool.map(self._event, new))
-            self._last = new[-1]
-            return True
+            ended = [number for number in range(1, attempt) if number not in self._series]
+            return any([self._read_events(), *map(self._read_series, [*ended, *([attempt] if attempt else [])])])
+
+    def _read_events(self) -> bool:
+        listed = self._store.names(names.events_prefix(self._run), self._last)
+        new = [name for name in listed if name != self._last]
+        if not new:
+            return False
+        with ThreadPoolExecutor(READERS) as pool:
+            self._add(pool.map(self._event, new))
+        self._last = new[-1]
+        return True
 
     def _event(self, name: str) -> JobEvent | None:
         return read_job_event(self._store.read(name).data, self._run)
@@ -60,9 +82,20 @@ class Journal:
     def _add(self, events: Iterable[JobEvent | None]) -> None:
         for event in events:
             if isinstance(event, Progress):
-                self.progress.append(event)
+                self._told.append(event)
             elif isinstance(event, Started):
                 self.starts.append(event)
+
+    def _read_series(self, attempt: int) -> bool:
+        known = self._series.get(attempt, Known(0, []))
+        present = self._store.bucket.get_blob(series_object(self._run, attempt), timeout=TIMEOUT_SECONDS)
+        if present is None or int(present.generation) == known.generation:
+            return False
+        kept = self._store.series(self._run, attempt)
+        # What is no series stays unread until it changes.
+        points = kept.series.points() if kept else known.points
+        self._series[attempt] = Known(kept.generation if kept else int(present.generation), points)
+        return True
 
 
 class Reader:
@@ -117,7 +150,7 @@ class Reader:
             self._journals[run] = journal  # the newest is last
             while len(self._journals) > JOURNALS:
                 del self._journals[next(iter(self._journals))]
-        journal.refresh()
+        journal.refresh(self._attempt(run))
         return journal
 
     def samples(self, run: str) -> list[dict[str, Any]]:
@@ -156,7 +189,11 @@ class Reader:
 
     def _has_events(self, run: str) -> bool:
         journal = self._journals.get(run)
-        return journal is not None and journal.refresh()
+        return journal is not None and journal.refresh(self._attempt(run))
+
+    def _attempt(self, run: str) -> int:
+        """The number of the newest attempt of a run; 0 before the first."""
+        return self._runs[run].record.attempt if run in self._runs else 0
 
 
 def _subject(name: str) -> str:

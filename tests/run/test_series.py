@@ -107,6 +107,15 @@ def test_a_training_of_days_is_one_object_of_less_than_a_mebibyte(client: Any, r
     assert (latest.step, latest.time, latest.loss) == (17_999, BEGAN + timedelta(seconds=30 * 17_999), 0.123679)
 
 
+def test_a_reader_gets_the_points_that_were_added(run: str) -> None:
+    series = series_of(run, 3)
+    points = series.points()
+    assert [(found.step, found.time, found.attempt) for found in points] == [
+        (step, series.time_of(index), series.attempt) for index, step in enumerate(series.step)
+    ]
+    assert points[-1] == series.latest()
+
+
 def test_a_series_never_has_more_points_than_it_may(run: str) -> None:
     """It keeps its first and its last point, and the newer half whole."""
     series = series_of(run, 2 * MOST_POINTS + 1)

@@ -109,22 +109,29 @@ class Series(BaseModel):
         return self.time_of(-1) if self.step else None
 
     def latest(self) -> Progress | None:
-        """The last point as a progress event; None without points."""
+        """The last point as a progress event, with the time that is left; None without points."""
         if not self.step:
             return None
-        time = self.time_of(-1)
-        return Progress(
+        return self._point(len(self.step) - 1).model_copy(update={"eta_seconds": self.eta_seconds})
+
+    def points(self) -> list[Progress]:
+        """Every point as a progress event; the last has the time that is left."""
+        latest = self.latest()
+        return [*map(self._point, range(len(self.step) - 1)), *([latest] if latest else [])]
+
+    def _point(self, index: int) -> Progress:
+        time = self.time_of(index)
+        return Progress.model_construct(
             run=self.run,
             attempt=self.attempt,
             sequence=max(0, int(time.timestamp() * 1000)),
             time=time,
-            step=self.step[-1],
+            step=self.step[index],
             total_steps=self.total_steps,
-            epoch=self.epoch[-1],
-            loss=self.loss[-1],
-            learning_rate=self.learning_rate[-1],
-            tokens_per_second=self.tokens_per_second[-1],
-            eta_seconds=self.eta_seconds,
+            epoch=self.epoch[index],
+            loss=self.loss[index],
+            learning_rate=self.learning_rate[index],
+            tokens_per_second=self.tokens_per_second[index],
         )
 
     def encoded(self, key: str) -> bytes:
