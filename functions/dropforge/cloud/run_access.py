@@ -6,11 +6,13 @@ The control plane sets the variables. Without them, as in a bucket of one's own,
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime, timedelta
 from threading import Lock
 from typing import Any
+from urllib.parse import urlencode
 
 from google.auth.credentials import Credentials
 from google.auth.exceptions import RefreshError
@@ -18,6 +20,8 @@ from google.auth.exceptions import RefreshError
 BUCKET_VARIABLE = "DROPFORGE_RUNS_BUCKET"
 URL_VARIABLE = "DROPFORGE_ACCESS_URL"  # of the function
 REQUEST_VARIABLE = "DROPFORGE_ACCESS_REQUEST"  # JSON: the run, and the proof that the container is the run's
+HOST_VARIABLE = "GCE_METADATA_HOST"  # of google-auth, too
+IDENTITY = "/computeMetadata/v1/instance/service-accounts/default/identity"
 TIMEOUT_SECONDS = 60.0  # the function may have to start
 # https://cloud.google.com/storage/docs/json_api: requests and uploads name the bucket in the same place
 _BUCKET = re.compile(r"/storage/v1/b/([^/?]+)")
@@ -54,7 +58,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         """Ask for a new token. Raises RefreshError, which is retryable unless the function refuses."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._identity(request)}"}
         answer = request(self._url, method="POST", body=self._body, headers=headers, timeout=TIMEOUT_SECONDS)
-        text = answer.data.decode(errors="replace") if isinstance(answer.data, bytes) else answer.data
+        text = _text(answer.data)
         if answer.status != 200:
             message = f"the function access at {self._url} answered {answer.status}: {text[:300]}"
             raise RefreshError(message, retryable=answer.status in (408, 429) or answer.status >= 500)
@@ -63,12 +67,22 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         self.expiry = _now() + timedelta(seconds=int(granted["expires_in"]))
 
     def _identity(self, request: Callable[..., Any]) -> str:
-        """An identity token of the container's account for the function, from the metadata server."""
-        from google.auth.compute_engine import IDTokenCredentials
+        """An identity token of the container's account for the function, from the metadata server.
 
-        identity = IDTokenCredentials(None, self._url, use_metadata_identity_endpoint=True)
-        identity.refresh(request)
-        return str(identity.token)
+        https://cloud.google.com/run/docs/securing/service-identity#identity_tokens. The class of google-auth for this
+        differs between the versions in the images. Raises RefreshError.
+        """
+        query = urlencode({"audience": self._url, "format": "full"})
+        url = f"http://{os.environ.get(HOST_VARIABLE, 'metadata.google.internal')}{IDENTITY}?{query}"
+        answer = request(url, method="GET", headers={"Metadata-Flavor": "Google"}, timeout=TIMEOUT_SECONDS)
+        if answer.status != 200:
+            message = f"the metadata server answered {answer.status} to {IDENTITY}; expected an identity token"
+            raise RefreshError(message, retryable=answer.status in (404, 429) or answer.status >= 500)
+        return _text(answer.data)
+
+
+def _text(data: bytes | str) -> str:
+    return data.decode(errors="replace") if isinstance(data, bytes) else data
 
 
 def _now() -> datetime:
