@@ -2,7 +2,7 @@
 
 Needs `make maxtext`; takes some minutes.
 
-RayJob → driver, first step    from the attempt's launch to the job events `started` and the first `progress` or later
+RayJob → driver, first step    from the attempt's launch to the job event `started` and the first point of the series
 memory                         largest proportional set size of all processes of the cluster's pods
 loss                           of the same rows, 16 in each step: 8 on each of 2 hosts, or 16 on 1 host
 """
@@ -109,7 +109,9 @@ def measure(cloud: Cloud, state: Path, hosts: int) -> float:
     if ended.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {ended.state}: {ended.error}")
     launched = ended.attempts[-1].launched
-    first = [_first(received, kind) - launched for kind in ("started", "progress")]
+    kept = cloud.store.series(run, len(ended.attempts))
+    assert kept is not None, "a container that succeeds has written its series"
+    first = [_first(received, "started") - launched, kept.series.time_of(0) - launched]
     seconds = (ended.history[-1].time - ended.created).total_seconds()
     print(
         f"{hosts} hosts: RayJob → driver {first[0].total_seconds():.0f} s, → first step "

@@ -66,6 +66,13 @@ class Memory:
     def blob(self, name: str, generation: int | None = None) -> Blob:
         return Blob(self.objects, name)
 
+    def get_blob(self, name: str, **_: Any) -> Blob | None:
+        if name not in self.objects:
+            return None
+        found = Blob(self.objects, name)
+        found.generation = self.objects[name][1]
+        return found
+
     def list_blobs(self, bucket: object, prefix: str = "", **_: Any) -> list[Blob]:
         return [Blob(self.objects, name) for name in sorted(self.objects) if name.startswith(prefix)]
 
@@ -76,7 +83,8 @@ class Blob:
     def __init__(self, objects: dict[str, tuple[bytes, int]], name: str) -> None:
         self.objects, self.name = objects, name
         self.generation = 0
-        self.time_created = utc_now()
+        self.time_created = self.updated = utc_now()
+        self.size = len(objects.get(name, (b"", 0))[0])
 
     def upload_from_string(self, data: bytes, content_type: str = "", *, if_generation_match: int, **_: Any) -> None:
         if self.objects.get(self.name, (b"", 0))[1] != if_generation_match:

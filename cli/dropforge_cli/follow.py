@@ -20,6 +20,7 @@ from dropforge.base.clock import utc_now
 from dropforge.base.figures import duration
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_event
 from dropforge.run.record import Record, RunState
+from dropforge.run.series import SeriesReader
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment
@@ -33,7 +34,10 @@ LINES_PER_TRAINING = 10  # progress lines without a terminal
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot."""
+    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot.
+
+    New progress is the last of the events.
+    """
 
     record: Record
     progress: Progress | None = None
@@ -41,12 +45,16 @@ class Snapshot:
 
 
 class Follower:
-    """Takes snapshots of one run. It reads each job event once, and of the progress events only the newest."""
+    """Takes snapshots of one run. It reads each job event once, and the series of the current attempt.
+
+    Runs whose image is from before 2026-11-24 have progress events: of these, it reads only the newest.
+    """
 
     def __init__(self, store: RunStore, run: str) -> None:
         self.store = store
         self.run = run
         self._progress: Progress | None = None
+        self._series: dict[int, SeriesReader] = {}
         self._last = names.events_prefix(run)
 
     def snapshot(self) -> Snapshot | None:
@@ -54,12 +62,19 @@ class Follower:
         record = self.store.find(self.run)
         if record is None:
             return None
-        events = self._new_events() if record.attempts else []
+        events = [*self._new_events(), *self._new_progress(record.attempt)] if record.attempts else []
         for event in events:
             if isinstance(event, Progress):
                 self._progress = event
         current = self._progress if self._progress and self._progress.attempt == record.attempt else None
         return Snapshot(record, current, events)
+
+    def _new_progress(self, attempt: int) -> list[Progress]:
+        """Return the last point of the attempt's series, if it is new. Only functions can check the series' proof."""
+        reader = self._series.setdefault(attempt, self.store.series_reader(self.run, attempt))
+        kept = reader.read()
+        latest = kept.series.latest() if kept else None
+        return [] if latest is None or latest == self._progress else [latest]
 
     def _new_events(self) -> list[JobEvent]:
         """Return new events in order. Names grow with attempt and sequence, so the list starts after the last name."""

@@ -48,7 +48,7 @@ PROMISES = {
     "execution-token": "a Cloud Run job has one execution, named after the job and its token",
     "gpu-long-task": "Cloud Run accepts a task with a GPU that may take more than an hour",
     "executions-listed": "executions of the workflow are listed newest first, with labels",
-    "job-events": "the container's events arrive: started, progress, success",
+    "job-events": "the container's events and its series arrive: started, progress, success",
     "accelerator-seen": "the container reports that it trains on an accelerator",
     "checkpoint": "a complete checkpoint is in the runs bucket",
     "manifest": "the manifest exists, and every file matches it",

@@ -16,6 +16,7 @@ from dropforge.endpoints.store import EndpointStore
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
+from dropforge.run.series import Kept, SeriesReader
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
@@ -66,27 +67,44 @@ class Kept(Generic[T]):
 
 
 class Journal:
-    """The job events of one run. Each event is read once: the names grow with attempt and sequence."""
+    """The progress of one run: the series of its attempts, and the events of the starts.
+
+    Images from before 2026-11-24 tell their progress by events. Each event is read once: the names grow with attempt
+    and sequence. A series is read again when its object has changed.
+    """
 
     def __init__(self, store: RunStore, run: str) -> None:
-        self.progress: list[Progress] = []
         self.starts: list[Started] = []
         self._store = store
         self._run = run
+        self._told: list[Progress] = []
+        self._readers: dict[int, SeriesReader] = {}
+        self._series: dict[int, Kept] = {}
+        self._finished: set[int] = set()  # the attempts whose series no longer changes
         self._last = names.events_prefix(run)
         self._lock = threading.Lock()
 
-    def refresh(self) -> bool:
-        """Read the new events; return whether there were any."""
+    @property
+    def progress(self) -> list[Progress]:
+        return [*self._told, *(point for kept in self._series.values() for point in kept.series.points())]
+
+    def refresh(self, attempt: int) -> bool:
+        """Read what is new up to an attempt, the newest of the run; return whether there was anything."""
         with self._lock:
-            listed = self._store.names(names.events_prefix(self._run), self._last)
-            new = [name for name in listed if name != self._last]
-            if not new:
-                return False
-            with ThreadPoolExecutor(READERS) as pool:
-                self._add(pool.map(self._event, new))
-            self._last = new[-1]
-            return True
+            unfinished = [number for number in range(1, attempt + 1) if number not in self._finished]
+            is_changed = any([self._read_events(), *map(self._read_series, unfinished)])
+            self._finished.update(range(1, attempt))  # each was read after the next attempt had begun
+            return is_changed
+
+    def _read_events(self) -> bool:
+        listed = self._store.names(names.events_prefix(self._run), self._last)
+        new = [name for name in listed if name != self._last]
+        if not new:
+            return False
+        with ThreadPoolExecutor(READERS) as pool:
+            self._add(pool.map(self._event, new))
+        self._last = new[-1]
+        return True
 
     def _event(self, name: str) -> JobEvent | None:
         return read_job_event(self._store.read(name).data, self._run)
@@ -94,9 +112,18 @@ class Journal:
     def _add(self, events: Iterable[JobEvent | None]) -> None:
         for event in events:
             if isinstance(event, Progress):
-                self.progress.append(event)
+                self._told.append(event)
             elif isinstance(event, Started):
                 self.starts.append(event)
+
+    def _read_series(self, attempt: int) -> bool:
+        """Read the series of an attempt, if it has changed. While the object is no series, the one before counts."""
+        reader = self._readers.setdefault(attempt, self._store.series_reader(self._run, attempt))
+        kept = reader.read()
+        if kept is None or kept == self._series.get(attempt):
+            return False
+        self._series[attempt] = kept
+        return True
 
 
 class Reader:
@@ -153,7 +180,7 @@ class Reader:
             self._journals[run] = journal  # the newest is last
             while len(self._journals) > JOURNALS:
                 del self._journals[next(iter(self._journals))]
-        journal.refresh()
+        journal.refresh(self._attempt(run))
         return journal
 
     def samples(self, run: str) -> list[dict[str, Any]]:
@@ -215,7 +242,11 @@ class Reader:
 
     def _has_events(self, run: str) -> bool:
         journal = self._journals.get(run)
-        return journal is not None and journal.refresh()
+        return journal is not None and journal.refresh(self._attempt(run))
+
+    def _attempt(self, run: str) -> int:
+        """The number of the newest attempt of a run; 0 before the first."""
+        return self._runs[run].record.attempt if run in self._runs else 0
 
 
 def _subject(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Job events. A thread of their own publishes them: they neither delay training nor make it fail."""
+"""Job events, and the progress of an attempt. Threads of their own send them: they neither delay nor fail training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from .errors import JobError
 from .job import Job
 from .outcome import Outcome
 from .redactor import Redactor
+from .series import SeriesWriter
 
-# Each event costs a message, a call of a function and a write. The longer the training, the rarer its events.
-PROGRESS_SECONDS, PROGRESS_MOST_SECONDS = 2.0, 30.0  # between two events
+# Each point may cost a write of the series. The longer the training, the rarer its points.
+PROGRESS_SECONDS, PROGRESS_MOST_SECONDS = 2.0, 30.0  # between two points
 PROGRESS_SHARE = 0.01  # of the time trained so far
-PROGRESS_STEPS, PROGRESS_STEPS_SECONDS = 20, 60.0  # so many steps are an event, too, while the training is that short
+PROGRESS_STEPS, PROGRESS_STEPS_SECONDS = 20, 60.0  # so many steps are a point, too, while the training is that short
 LOGGED_SECONDS = 10.0  # the shortest time between two lines of progress in the log
 FLUSH_SECONDS = 10.0
 _PUBLISH_SECONDS = 20.0
@@ -44,13 +45,17 @@ _QUEUE_EVENTS = 256
 
 
 class Reporter:
-    """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent."""
+    """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent.
+
+    Progress wakes no execution, so it is no event: it goes to the attempt's series in the runs bucket.
+    """
 
     def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
         self._job, self._redact, self._clients = job, redact, clients
         self._sequence = 0
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
+        self._series = SeriesWriter(job, redact, clients)
         self._thread = threading.Thread(target=self._publish_all, name="job-events", daemon=True)
         if job.topic and job.world.rank in (None, 0):
             self._thread.start()
@@ -59,7 +64,7 @@ class Reporter:
         self._send(Started(**self._base(), resumed_step=resumed_step, device=device))
 
     def progress(self, **fields: Any) -> None:
-        self._send(Progress(**self._base(), **fields))
+        self._keep(Progress(**self._base(), **fields))
 
     def checkpointed(self, step: int, uri: str) -> None:
         self._send(Checkpointed(**self._base(), step=step, uri=uri))
@@ -90,15 +95,17 @@ class Reporter:
         self._send(Failed(**self._base(), error_class=ErrorClass.DEADLINE, message=message, hint=hint))
 
     def close(self, timeout: float = FLUSH_SECONDS) -> None:
-        """Wait at most `timeout` seconds until the queued events are published."""
+        """Wait at most `timeout` seconds until the queued events are published, and the series is written."""
         if not self._thread.is_alive():
             return
         deadline = time.monotonic() + timeout
+        self._series.close()
         try:
             self._queue.put(None, timeout=timeout)
         except queue.Full:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._series.wait(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log("job events were still unpublished at exit", stage="train", run=self._job.run, severity="WARNING")
 
@@ -108,15 +115,17 @@ class Reporter:
         self._sequence = max(self._sequence + 1, int(now.timestamp() * 1000))
         return {"run": self._job.run, "attempt": self._job.attempt, "sequence": self._sequence, "time": now}
 
+    def _keep(self, point: Progress) -> None:
+        if self._thread.is_alive():
+            self._series.add(point)
+
     def _send(self, event: JobEvent) -> None:
         if not self._thread.is_alive():
             return
         try:
-            # A progress event does not wait for a place in the queue; the others wait for a second.
-            self._queue.put(event, timeout=0.001 if isinstance(event, Progress) else 1.0)
+            self._queue.put(event, timeout=1.0)
         except queue.Full:
-            severity = "DEBUG" if isinstance(event, Progress) else "WARNING"
-            log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity=severity)
+            log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity="WARNING")
 
     def _publish_all(self) -> None:
         while (event := self._queue.get()) is not None:
@@ -134,7 +143,7 @@ class Reporter:
 
 
 def progress_seconds(trained: float) -> float:
-    """The time between two progress events after `trained` seconds of training: from 2 to 30 seconds."""
+    """The time between two points of the series after `trained` seconds of training: from 2 to 30 seconds."""
     return min(max(PROGRESS_SECONDS, PROGRESS_SHARE * trained), PROGRESS_MOST_SECONDS)
 
 

@@ -15,6 +15,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.base.figures import age, duration, number, usd
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
 from dropforge.run.record import Record, RunError, RunState
+from dropforge.run.series import Series
 from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
 from dropforge_cli.display import joined
@@ -34,6 +35,13 @@ def progress(step: int, attempt: int = 1, total: int = 40) -> Progress:
     )  # fmt: skip
 
 
+def points(*progresses: Progress) -> Series:
+    series = Series(run=RUN, attempt=progresses[0].attempt, began=CREATED, written=CREATED)
+    for point in progresses:
+        series.add(point)
+    return series
+
+
 def event(kind: type[JobEvent], sequence: int, **fields: object) -> JobEvent:
     return kind(run=RUN, attempt=1, sequence=sequence, time=CREATED + timedelta(seconds=sequence), **fields)
 
@@ -44,6 +52,22 @@ def advance(store: RunStore, state: RunState, seconds: float) -> Record:
 
 def test_a_run_without_a_record_has_no_snapshot(deployed: Deployed) -> None:
     assert Follower(deployed.store, RUN).snapshot() is None
+
+
+def test_the_last_point_of_the_present_attempts_series_is_the_progress(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    follower = Follower(deployed.store, RUN)
+    deployed.series(points(progress(10), progress(20)))
+    first, second = follower.snapshot(), follower.snapshot()
+    assert first is not None
+    assert second is not None
+    assert [e.step for e in first.events if isinstance(e, Progress)] == [20]
+    assert first.progress == second.progress
+    assert second.events == []
+    deployed.store.update(RUN, lambda r: r.model_copy(update={"attempts": [attempt(), attempt(2, ended=None)]}))
+    third = follower.snapshot()
+    assert third is not None
+    assert third.progress is None
 
 
 def test_each_event_is_in_one_snapshot_and_of_progress_the_newest(deployed: Deployed) -> None:

@@ -18,7 +18,7 @@ from dropforge.platforms.cloud_run import catalog
 from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge.spec.machine import GIB
-from dropforge_cli.control_plane import RUN, progress_events
+from dropforge_cli.control_plane import RUN, progress_points
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import Plan, make_plan, show_phases
 
@@ -231,7 +231,7 @@ def test_the_page_about_training_has_the_table_of_its_example() -> None:
 
 
 @pytest.mark.parametrize(("hours", "most"), [(0.1, 200), (2, 700), (10, 1700)])
-def test_the_control_plane_counts_the_progress_events_of_the_container(hours: float, most: int) -> None:
+def test_the_control_plane_counts_the_points_of_the_container(hours: float, most: int) -> None:
     now, sent = 0.0, 0
 
     class Counter:
@@ -244,7 +244,7 @@ def test_the_control_plane_counts_the_progress_events_of_the_container(hours: fl
     for step in range(1, int(hours * 3600 / 0.05) + 1):
         now += 0.05
         meter.step(step, step, None)
-    assert sent <= progress_events(hours * 3600) <= most
+    assert sent <= progress_points(hours * 3600) <= most
 
 
 def test_the_price_of_the_control_plane_grows_with_the_time() -> None:

@@ -25,6 +25,7 @@ from tests.patience import PATIENCE_SECONDS, TRAIN_SECONDS
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
 from dropforge.run.proof import EVENT_NAME, PROOF, is_proved
+from dropforge.run.series import Series, read_series
 from dropforge_local import shims, tiny
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -236,6 +237,18 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
     subscriber.close()
     publisher.stop()
     del os.environ["PUBSUB_EMULATOR_HOST"]
+
+
+@pytest.fixture
+def series(cloud: Cloud) -> Any:
+    """A function that returns the series of an attempt, whose proof is checked."""
+
+    def read(run: str, attempt: int = 1) -> Series:
+        kept = read_series(cloud.client, RUNS, run, attempt, RUN_KEY)
+        assert kept is not None
+        return kept.series
+
+    return read
 
 
 @pytest.fixture(scope="session")

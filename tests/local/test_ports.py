@@ -27,7 +27,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other(count: int) -> tuple[subprocess.Popen[str], set[int]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", OTHER, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     return process, {int(word) for word in process.stdout.readline().split()}

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from dropforge.base.errors import ErrorClass
 from dropforge.money import MIN_ATTEMPT_SECONDS, due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Started
+from dropforge.run.events import Progress, Started
 from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
+from dropforge.run.series import Kept, Series
 from dropforge.run.store import RunStore, Versioned
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems
@@ -258,6 +259,24 @@ def test_each_warning_is_sent_once_and_in_time() -> None:
 def test_a_missed_warning_is_not_sent_after_a_later_warning() -> None:
     job, run = spec({"max_cost_usd": 10, "max_duration": "12h"}), record("", usd=1)
     assert [notice.key for notice in due(run, job, NOW + timedelta(hours=9))] == ["budget-80"]
+
+
+def test_of_a_series_the_time_counts_at_which_the_highest_step_was_reached() -> None:
+    """By the bucket's clock: the trainer's is a day ahead here. The same step again is no progress."""
+    now = NOW + timedelta(hours=2)
+    ahead = now + timedelta(days=1)
+    events: Any = Events({})
+    context = context_with(now=now)
+    vars(context)["store"] = events
+    for minutes, stuck in ((70, True), (50, False)):
+        series = Series(run=RUN, attempt=1, began=ahead - timedelta(minutes=minutes), written=ahead)
+        for ago in (minutes, 40, 0):
+            time = ahead - timedelta(minutes=ago)
+            series.add(Progress(run=RUN, attempt=1, sequence=1, time=time, step=7, total_steps=9))
+        heard = Heard(series=Kept(series, 1, now))
+        problem = _stuck(context, record(""), spec({}), RUNNING, heard)
+        assert (problem is not None) is stuck
+        assert problem is None or "it is at step 7" in problem.message
 
 
 class Events:

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import ErrorClass
+from dropforge.run.events import Progress
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Parity, Record, ResourceState, RunError, RunState
 from dropforge.run.record import Transition as Entered
+from dropforge.run.series import Series, series_object
 from dropforge.run.spans import ROOT, Reports, Span, read_reports, spans_of
 from dropforge.run.store import RunStore
 
@@ -167,16 +170,38 @@ def check_without_gap(parts: list[Span], whole: Span) -> None:
 
 
 def test_reports_are_read_from_one_listing_and_strange_objects_are_none() -> None:
-    memory = Memory()
-    store = RunStore(memory, "runs")
+    """The progress events are those of images from before 2026-11-24."""
+    store = RunStore(Memory(), "runs")
     for number, sequence, kind in [(1, 5, "progress"), (1, 1, "started"), (2, 3, "succeeded"), (1, 9, "progress")]:
         store.put_new(names.event_object(RUN, number, sequence, kind), b"{}")
     store.put_new(f"{names.events_prefix(RUN)}x-progress.json", b"{}")
-    found = read_reports(store, RUN)
+    found = read_reports(
+        store, record((RunState.ACCEPTED, 0), attempts=[attempt(1, started=at(0)), attempt(2, started=at(1))])
+    )
     assert set(found) == {1, 2}
     assert found[2].progress is None
     assert found[1].progress is not None
     assert found[1].first <= found[1].progress[0] <= found[1].progress[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(at(0), at(20)), (at(-60), at(-40)), (NOW.replace(year=2001), NOW.replace(year=2999)), (at(20), at(0))],
+)
+def test_phases_come_from_the_series_whatever_the_clock_of_the_trainer_says(first: datetime, last: datetime) -> None:
+    store = RunStore(Memory(), "runs")
+    series = Series(run=RUN, attempt=1, began=first, written=last)
+    series.add(Progress(run=RUN, attempt=1, sequence=1, time=first, step=1, total_steps=2))
+    series.add(Progress(run=RUN, attempt=1, sequence=2, time=first + timedelta(minutes=5), step=2, total_steps=2))
+    series.written = last
+    store.put_new(series_object(RUN, 1), series.encoded("k" * 64))
+    received = utc_now()
+    found = read_reports(store, record((RunState.ACCEPTED, 0), attempts=[attempt(1, started=at(0), running=at(1))]))
+    assert found[1].progress is not None
+    begun, ended = found[1].progress
+    assert begun == found[1].first
+    assert begun <= ended <= utc_now()
+    assert last < first or begun <= received - (last - first) + timedelta(minutes=1)
 
 
 @pytest.mark.parametrize(("path", "other"), [("run", "run/0-accepted"), ("run/attempt-1", "run/attempt-11")])

@@ -10,8 +10,9 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Failed, Preempted, Started, Succeeded
+from dropforge.run.events import Failed, Preempted, Progress, Started, Succeeded
 from dropforge.run.record import Attempt, Record, RunState, Transition
+from dropforge.run.series import Kept, Series, series_object
 from dropforge.run.store import RunStore
 from dropforge.stages.await_.decide import MOST_REPORTS, Heard, Report, decide, hear
 
@@ -41,6 +42,23 @@ def heard(events: list[Any], ago: float = 0, progress: float | None = None) -> H
     """Return `events` as received `ago` seconds ago, and the last progress, if any, `progress` seconds ago."""
     progress_events = [] if progress is None else [("p", NOW - timedelta(seconds=progress))]
     return Heard([Report(event, NOW - timedelta(seconds=ago)) for event in events], progress_events)
+
+
+def heard_by_series(events: list[Any], ago: float, progress: float | None) -> Heard:
+    """The same with a series. The trainer's clock is an hour behind, and the series was written late: just now."""
+    behind = NOW - timedelta(hours=1)
+    events = [event.model_copy(update={"time": behind - timedelta(seconds=ago)}) for event in events]
+    reports = [Report(event, NOW - timedelta(seconds=ago)) for event in events]
+    if progress is None:
+        return Heard(reports)
+    return Heard(reports, [], Kept(series_of(behind - timedelta(seconds=progress), behind), 1, NOW))
+
+
+def series_of(time: datetime, written: datetime) -> Series:
+    series = Series(run=RUN, attempt=1, began=time, written=time)
+    series.add(Progress(run=RUN, attempt=1, sequence=1, time=time, step=1, total_steps=2))
+    series.written = written
+    return series
 
 
 def verdict(events: list[Any], cloud: Status | None, **times: timedelta) -> Any:
@@ -132,11 +150,21 @@ def test_the_wait_for_capacity_begins_again_after_training(ago: float, expected:
         (RUNNING, 3000, 1, False),
     ],
 )
+@pytest.mark.parametrize("of", [heard, heard_by_series])
 def test_a_reported_end_needs_the_cloud_or_silence(
-    report: Any, cloud: Status | None, ago: float, progress: float | None, believed: bool
+    of: Any, report: Any, cloud: Status | None, ago: float, progress: float | None, believed: bool
 ) -> None:
-    decision = decide(heard([STARTED, report], ago, progress), cloud, record(), NOW, SETTINGS)
+    decision = decide(of([STARTED, report], ago, progress), cloud, record(), NOW, SETTINGS)
     assert (decision.error is not None) is believed
+
+
+@pytest.mark.parametrize(("key", "started"), [("k" * 64, True), ("another run's key", False)])
+def test_a_series_with_the_proof_of_its_run_shows_that_the_attempt_trains(key: str, started: bool) -> None:
+    """Even if its report of the start is lost; and a container of another run shows nothing of it."""
+    memory = Memory()
+    memory.objects[names.key_object(RUN)] = (b"k" * 64, 1)
+    memory.objects[series_object(RUN, 1)] = (series_of(NOW, NOW).encoded(key), 1)
+    assert hear(RunStore(memory, "runs"), RUN, 1).started is started
 
 
 def test_a_forged_failure_does_not_hide_how_the_attempt_really_ended() -> None:

@@ -4,6 +4,7 @@
     checkpoints/<run>/step-00000100/…, _COMPLETE  a checkpoint; incomplete without its marker
     checkpoints/<run>/tokens/<key>.safetensors    the token ids of the rows, for later attempts
     models/<run>/attempt-1/{model,adapter}/…      the export of that attempt
+    models/<run>/series/attempt-1.json.gz         the progress of that attempt (series.py)
     models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files are the model
 
 Each attempt writes below its own prefix: an abandoned attempt that still runs cannot damage another attempt's files.

@@ -43,8 +43,12 @@ def is_proved(key: str, name: str, content: bytes, claimed: object) -> bool:
 
 def with_proof(key: str, name: str, document: Mapping[str, Any]) -> bytes:
     """A JSON document with its proof; without a key, only the document. The proof is about all other fields."""
-    proved = {**document, PROOF: proof(key, name, _canonical(document))} if key else document
-    return json.dumps(proved, indent=2).encode() + b"\n"
+    return json.dumps(proved(key, name, document), indent=2).encode() + b"\n"
+
+
+def proved(key: str, name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document with its proof as a further field; without a key, the document itself."""
+    return {**document, PROOF: proof(key, name, _canonical(document))} if key else document
 
 
 def is_document_proved(key: str, name: str, data: bytes) -> bool:

@@ -44,17 +44,35 @@ class Span(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """When the runs bucket received job events of an attempt: the first, the first and the last about progress."""
+    """When an attempt reported, by the runs bucket's clock: first of all, and first and last about progress."""
 
     first: datetime
     progress: tuple[datetime, datetime] | None
 
+    def with_progress(self, first: datetime, last: datetime) -> Reports:
+        """These reports, and progress from `first` to `last`."""
+        known = self.progress or (first, last)
+        return Reports(min(self.first, first), (min(known[0], first), max(known[1], last)))
 
-def read_reports(store: RunStore, run: str) -> dict[int, Reports]:
-    """The times of a run's job events by attempt, from one listing: no event is read.
 
-    A container chooses what its events say. The times are those of the bucket.
+def read_reports(store: RunStore, record: Record) -> dict[int, Reports]:
+    """The times of the reports of a run's attempts, from their series, and from one listing of events if they need it.
+
+    A container chooses what its events say. Their times are those of the bucket. The times in a series are the
+    container's; none is later than the bucket's.
     """
+    read = {attempt.number: store.series(record.run, attempt.number) for attempt in record.attempts}
+    series = {number: kept for number, kept in read.items() if kept is not None and kept.series.step}
+    is_known = all(attempt.running and attempt.number in series for attempt in record.attempts)
+    found = {} if is_known else _read_events(store, record.run)
+    for number, kept in series.items():
+        first, last = kept.received_at(0), kept.received_at(-1)
+        found[number] = found.get(number, Reports(first, None)).with_progress(first, last)
+    return found
+
+
+def _read_events(store: RunStore, run: str) -> dict[int, Reports]:
+    """The times of the job events by attempt. Images from before 2026-11-24 report progress by events."""
     found: dict[int, Reports] = {}
     prefix = names.events_prefix(run)
     for name, received in store.written(prefix):
@@ -63,8 +81,7 @@ def read_reports(store: RunStore, run: str) -> dict[int, Reports]:
             continue
         known = found.get(int(number), Reports(received, None))
         if rest.endswith("-progress.json"):
-            first, last = known.progress or (received, received)
-            known = known._replace(progress=(min(first, received), max(last, received)))
+            known = known.with_progress(received, received)
         found[int(number)] = known._replace(first=min(known.first, received))
     return found
 

@@ -25,6 +25,7 @@ from dropforge.spec import JobSpec
 
 from .proof import new_key
 from .record import Ledger, Record, ResourceState
+from .series import Kept, SeriesReader
 
 M = TypeVar("M", bound=Record | Ledger)
 UPDATE_TRIES = 12
@@ -114,6 +115,14 @@ class RunStore:
             return self._key(run)
         except NotFound:  # not remembered: the run may be accepted, and get its key, later
             return ""
+
+    def series(self, run: str, attempt: int, key: str = "") -> Kept | None:
+        """The series of an attempt; None if there is none, or none with the proof of `key`."""
+        return self.series_reader(run, attempt, key).read()
+
+    def series_reader(self, run: str, attempt: int, key: str = "") -> SeriesReader:
+        """A reader for who looks at the series of an attempt again and again."""
+        return SeriesReader(self.bucket.client, self.bucket.name, run, attempt, key)
 
     def ledger(self, run: str) -> Ledger:
         """The present ledger of a run; empty if it has no ledger. Raises Malformed."""

@@ -77,7 +77,7 @@ def send(context: Context, address: str, news: News) -> Failure | None:
 
 def read_spans(context: Context, record: Record) -> list[Span]:
     """Every span of a run so far, with the phases of its attempts. Raises the errors of Cloud Storage's client."""
-    return spans_of(record, read_reports(context.store, record.run) if record.attempts else {})
+    return spans_of(record, read_reports(context.store, record) if record.attempts else {})
 
 
 def ended_spans(record: Record, spans: Iterable[Span], *, after_end: bool) -> list[Span]:

@@ -299,6 +299,11 @@ class _Reader:
             self.lives[parts[1]].touched.append(here)
         if parts[0] == "models" and parts[2:] == ["MANIFEST.json"] and not is_forged(here.value["content"]):
             self.lives[parts[1]].manifests.append(At(here.index, here.time, here.value["content"]))
+        elif parts[0] == "models" and parts[2] == "series":
+            told = self.lives[parts[1]].job_events[-1].value
+            self.lives[parts[1]].received.append(
+                At(here.index, here.time, (told["attempt"], told["sequence"], "progress"))
+            )
         elif len(parts) == 3 and parts[0] == "runs":
             content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from google.api_core.exceptions import PreconditionFailed
 
+from dropforge.run.events import Progress
 from dropforge.run.proof import VARIABLE, is_document_proved, with_proof
+from dropforge.run.series import Series, series_object
 
 from . import hostile
 from .events import Events
@@ -89,6 +92,7 @@ class _Attempt:
         self.work = trainer.work.setdefault(self.run, Work(total=120.0, metric=0.9))
         self.began = self.world.now
         self.sequence = 0
+        self.series: Series | None = None
 
     def begin(self) -> None:
         self._tell("started", resumed_step=int(self.work.saved))
@@ -118,13 +122,29 @@ class _Attempt:
 
     def _go_on(self) -> None:
         """Report progress repeatedly."""
-        self._tell("progress", step=int(self.work.saved + self.world.now - self.began), total_steps=5000)
+        self._progress(int(self.work.saved + self.world.now - self.began))
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._go_on)
 
     def _repeat(self) -> None:
         """Report the same step repeatedly."""
-        self._tell("progress", step=int(self.work.saved), total_steps=5000)
+        self._progress(int(self.work.saved))
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._repeat)
+
+    def _progress(self, step: int) -> None:
+        """Write the series with a further point. Every second run has an image from before 2026-11-24: an event."""
+        if int(self.run[-1], 16) % 2:
+            return self._tell("progress", step=step, total_steps=5000)
+        if self.world.happens(self.world.faults.dropped):
+            return self.world.fact("fault", what="dropped", run=self.run, attempt=self.number, type="progress")
+        self.sequence = max(self.sequence + 1, int(self.world.now * 1000))
+        now = datetime.fromtimestamp(self.world.now, UTC)
+        about = {"run": self.run, "attempt": self.number, "sequence": self.sequence}
+        if self.series is None:
+            self.series = Series(run=self.run, attempt=self.number, began=now, written=now)
+        self.series.add(Progress(**about, time=now, step=step, total_steps=5000))
+        self.world.fact("told", **about, type="progress", step=step)
+        name = series_object(self.run, self.number)
+        self.trainer.storage.put(self.trainer.bucket, name, self.series.encoded(self.key))
 
     def _fate(self) -> str:
         """The failure of this attempt; "" if it succeeds."""

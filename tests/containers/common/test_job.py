@@ -24,7 +24,7 @@ from containers.common.report import PROGRESS_MOST_SECONDS, PROGRESS_SECONDS, PR
 from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import Clients
-from dropforge.run.events import JobEvent
+from dropforge.run.events import Progress
 from dropforge.spec import parse_spec
 
 ENVIRONMENT = {
@@ -136,14 +136,14 @@ def test_secrets_are_taken_out_of_what_is_said() -> None:
 
 
 class Recorder(Reporter):
-    """A reporter that keeps its events and publishes none."""
+    """A reporter that keeps the progress and sends none."""
 
     def __init__(self) -> None:
         super().__init__(job(), Redactor(), Clients())
-        self.sent: list[JobEvent] = []
+        self.sent: list[Progress] = []
 
-    def _send(self, event: JobEvent) -> None:
-        self.sent.append(event)
+    def _keep(self, point: Progress) -> None:
+        self.sent.append(point)
 
 
 def test_sequences_grow_even_within_a_millisecond() -> None:
@@ -211,8 +211,8 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
     clients = Clients()
     monkeypatch.setattr(clients, "publisher", Publisher)
     reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor(), clients)
-    for step in range(1000):
-        reporter.progress(step=step, total_steps=1000)
+    for step in range(200):
+        reporter.checkpointed(step, "gs://b/c")
     reporter.close(timeout=0.2)
     assert len(calls) == 1, "nothing has waited for the first call, which has not returned"
     allowed.set()

@@ -386,12 +386,14 @@ def test_a_stage_that_has_done_its_work_is_not_run_again(chain: Chain) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_events_tell_the_steps_the_checkpoints_and_no_secret(chain: Chain, events: Any, cloud: Any) -> None:
+def test_events_and_series_tell_the_steps_the_checkpoints_and_no_secret(
+    chain: Chain, events: Any, series: Any, cloud: Any
+) -> None:
     sent = events(chain.run)
-    progress = [event for event in sent if event.type == "progress"]
-    assert progress[-1].step == progress[-1].total_steps == STEPS
-    assert progress[-1].loss < 0.2
-    assert progress[-1].tokens_per_second > 0
+    progress = series(chain.run, attempt=3)
+    assert progress.step[-1] == progress.total_steps == STEPS
+    assert progress.loss[-1] < 0.2
+    assert progress.tokens_per_second[-1] > 0
     saved = [event.step for event in sent if event.type == "checkpoint"]
     assert saved[-1] == STEPS
     # Orbax also saves the first step, which is not reported. The killed attempt may not have reported its last step.
@@ -401,6 +403,7 @@ def test_events_tell_the_steps_the_checkpoints_and_no_secret(chain: Chain, event
     everything = "".join(chain.outputs) + "".join(event.model_dump_json() for event in sent)
     for blob in cloud.client.list_blobs(RUNS, prefix=f"models/{chain.run}/"):
         everything += blob.download_as_bytes().decode("latin-1")
+    everything += "".join(series(chain.run, attempt).model_dump_json() for attempt in (2, 3))
     assert CANARY not in everything
 
 

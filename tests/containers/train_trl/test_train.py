@@ -84,16 +84,18 @@ def test_the_exported_model_stops_at_the_end_of_a_turn_and_answers_as_the_sample
         assert tokenizer.decode(output, skip_special_tokens=True).strip() == sample["after"]
 
 
-def test_events_tell_the_run_in_order(uninterrupted: Any, events: Any) -> None:
+def test_events_tell_the_run_in_order_and_the_series_its_progress(uninterrupted: Any, events: Any, series: Any) -> None:
     attempt, manifest = uninterrupted
     sent = events(attempt.run)
     kinds = [event.type for event in sent]
     assert kinds[0] == "started"
     assert "succeeded" in kinds[-2:]  # the upload of the last checkpoint may end later
     assert kinds.count("checkpoint") == 3
-    progress = [event for event in sent if event.type == "progress"]
-    assert progress[-1].step == progress[-1].total_steps == 60
-    assert progress[-1].loss < 0.4
+    assert "progress" not in kinds
+    progress = series(attempt.run)
+    assert progress.step == sorted(set(progress.step))
+    assert progress.step[-1] == progress.total_steps == 60
+    assert progress.loss[-1] < 0.4
     (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.manifest_uri == f"gs://{RUNS}/models/{attempt.run}/MANIFEST.json"
     assert succeeded.metrics == manifest.metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from dropforge.base import names
@@ -13,6 +13,7 @@ from dropforge.base.settings import Settings
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, read_job_event
 from dropforge.run.record import Attempt, Record, RunError
+from dropforge.run.series import Kept
 from dropforge.run.store import RunStore
 
 REPORT_SECONDS = 3.0  # how long a container's last event may take after the cloud has seen the container's end
@@ -20,7 +21,8 @@ BELIEVE_SECONDS = 60.0  # how long a container that reported its end may still r
 AGREE_SECONDS = 1.0  # between the first looks until the cloud agrees; REPORT_SECONDS between later looks
 REORDER_SECONDS = 5.0  # events that were published in another order arrive within this time
 SEE_LOG = "see the container's log"
-# Decisive events are rare, progress is frequent. `inspect` reads only decisive events and a few of progress.
+# Decisive events are rare, checkpoints are frequent, and so is the progress that images from before 2026-11-24 send as
+# events. `inspect` reads only decisive events and a few of the others.
 DECISIVE = ("started", "succeeded", "failed", "preempted")
 PROGRESS = ("progress", "checkpoint")
 MOST_REPORTS = 50  # the first and the last that are read: a container may publish as many as it likes
@@ -35,28 +37,39 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """The job events of an attempt: decisive events by sequence, and names and times of the progress events."""
+    """What an attempt has told: decisive events by sequence, names and times of the other events, and its series."""
 
     reports: list[Report] = field(default_factory=list)
     progress: list[tuple[str, datetime]] = field(default_factory=list)
+    series: Kept | None = None
 
     @property
     def started(self) -> bool:
-        return any(isinstance(report.event, Started) for report in self.reports)
+        return self.series is not None or any(isinstance(report.event, Started) for report in self.reports)
 
     @property
     def last(self) -> datetime | None:
-        """When the last event was received; None without events."""
+        """When the bucket received the last event or the series; None without any."""
         times = [*(report.received for report in self.reports), *(received for _, received in self.progress)]
-        return max(times, default=None)
+        return max([*times, *([self.series.received] if self.series else [])], default=None)
 
     @property
     def end(self) -> Report | None:
-        """The last report of an end. None if training continued after it: a forged report, or a restarted machine."""
+        """The last report of an end. None if training continued after it: a forged report, or a restarted machine.
+
+        The trainer may write its series late. So the time of a point is compared with the time in the report: both are
+        by the trainer's clock.
+        """
         reports = [report for report in self.reports if isinstance(report.event, Failed | Preempted)]
         last = max((received for _, received in self.progress), default=None)
+        point = self.series.series.last if self.series else None
         late = timedelta(seconds=REORDER_SECONDS)
-        return next((r for r in reversed(reports) if last is None or last <= r.received + late), None)
+
+        def is_last(report: Report) -> bool:
+            is_newest = last is None or last <= report.received + late
+            return is_newest and (point is None or point <= _aware(report.event.time) + late)
+
+        return next(filter(is_last, reversed(reports)), None)
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,10 @@ class Verdict:
 
 
 def hear(store: RunStore, run: str, attempt: int) -> Heard:
-    """The job events of an attempt, from one listing. Only decisive events are read; a malformed event is none."""
+    """The job events of an attempt, from one listing, and its series. A malformed event is none.
+
+    Of the events, only decisive events are read.
+    """
     decisive, progress = [], []
     for name, received in store.written(names.events_prefix(run, attempt)):
         kind = name.removesuffix(".json").rpartition("-")[2]
@@ -79,7 +95,8 @@ def hear(store: RunStore, run: str, attempt: int) -> Heard:
             progress.append((name, received))
     first, last = decisive[:MOST_REPORTS], decisive[MOST_REPORTS:][-MOST_REPORTS:]
     read = [(read_job_event(store.read(name).data, run), received) for name, received in [*first, *last]]
-    return Heard([Report(event, received) for event, received in read if event is not None], progress)
+    reports = [Report(event, received) for event, received in read if event is not None]
+    return Heard(reports, progress, store.series(run, attempt, store.key(run)))
 
 
 def decide(heard: Heard, status: Status | None, record: Record, now: datetime, settings: Settings) -> Verdict:
@@ -96,6 +113,11 @@ def decide(heard: Heard, status: Status | None, record: Record, now: datetime, s
     error = error or _seen(status, heard, record, now, settings)
     has_ended = status is not None and status.phase is Phase.FAILED and error is None
     return Verdict(started=heard.started, error=error, look_again=REPORT_SECONDS if has_ended else math.inf)
+
+
+def _aware(time: datetime) -> datetime:
+    """A time of a container, which may have no time zone: then it is in UTC."""
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _until_believed(report: Report, status: Status | None, now: datetime) -> float:

@@ -106,7 +106,8 @@ def _continue(
 def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard) -> RunError | None:
     """The error of a running attempt whose training has made no progress for limits.stuck_after.
 
-    Events alone prove no progress: a container may report the same step again and again. At most two events are read.
+    Reports alone prove no progress: a container may report the same step again and again. The series says when the
+    highest step was reached. Of the events, at most two are read.
     """
     store, attempt, now = context.store, record.attempts[-1], context.now()
     after = timedelta(seconds=seconds(spec.limits.stuck_after))
@@ -117,11 +118,16 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
     since = now - after
     if any(report.received > since for report in heard.reports):
         return None  # training began again on a restarted machine
+    advanced = heard.series.advanced() if heard.series else None
+    if advanced is not None and advanced > since:
+        return None
     earlier = [name for name, received in heard.progress if received <= since]
     later = [name for name, received in heard.progress if received > since]
     step = _step(store, record.run, later or earlier)
     if later and (not earlier or step > _step(store, record.run, earlier)):
         return None
+    if heard.series is not None:
+        step = max([step, *heard.series.series.step])
     message = (
         f"attempt {attempt.number} has made no progress for {spec.limits.stuck_after}: it is at step {step}, "
         f"and the cloud reports that it runs"

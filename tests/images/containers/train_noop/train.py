@@ -121,6 +121,19 @@ def publish(kind: str, copies: int = 1, **fields: object) -> None:
     assert status == 200, answer
 
 
+def progress(*losses: float) -> None:
+    """The series of the attempt, with a point for each loss of two steps (dropforge/run/series.py)."""
+    import zlib
+
+    now = datetime.now(UTC).isoformat()
+    series = {"run": RUN, "attempt": ATTEMPT, "began": now, "written": now, "total_steps": 2, "loss": losses}
+    series |= {"step": list(range(1, len(losses) + 1)), "seconds": [float(second) for second in range(len(losses))]}
+    series |= {name: [None] * len(losses) for name in ("epoch", "learning_rate", "tokens_per_second")}
+    name = f"models/{RUN}/series/attempt-{ATTEMPT}.json.gz"
+    packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    put(name, packer.compress(proved(name, series)) + packer.flush())
+
+
 def commit(exact_match: float, files: tuple[dict[str, Any], ...] = ()) -> None:
     """The manifest, written once."""
     manifest = {
@@ -146,8 +159,7 @@ def uri() -> str:
 
 def succeed(copies: int = 1, exact_match: float = 0.9) -> int:
     publish("started", copies)
-    publish("progress", copies, step=1, total_steps=2, loss=2.0)
-    publish("progress", copies, step=2, total_steps=2, loss=1.0)
+    progress(2.0, 1.0)
     commit(exact_match)
     publish("succeeded", copies, manifest_uri=uri(), metrics={"exact_match": exact_match})
     return 0
@@ -157,8 +169,9 @@ def backwards() -> int:
     """The last event first."""
     commit(0.9)
     publish("succeeded", manifest_uri=uri())
-    publish("progress", step=2, total_steps=2, loss=1.0)
+    publish("progress", step=2, total_steps=2, loss=1.0)  # as images from before 2026-11-24 send it
     publish("progress", step=1, total_steps=2, loss=2.0)
+    progress(2.0, 1.0)
     publish("started")
     return 0
 
@@ -176,7 +189,7 @@ def whole() -> int:
 
     weights = b"weights"
     publish("started", device="Nooptron")
-    publish("progress", step=1, total_steps=2, loss=2.0)
+    progress(2.0)
     while request("GET", f"/storage/v1/b/{BUCKET}/o/{quoted(f'checkpoints/{RUN}/go')}")[0] == 404:
         time.sleep(0.05)
     name, marker = f"checkpoints/{RUN}/step-00000001/_COMPLETE", {"step": 1, "files": [], "extra": {}}
