@@ -48,7 +48,7 @@ class Committed(NamedTuple):
     size: int
 
 
-class Kept(Generic[T]):
+class Cache(Generic[T]):
     """Values about runs. Each is read once for each generation of its run's record, and the least used are dropped."""
 
     def __init__(self, read: Callable[[str], T]) -> None:
@@ -137,8 +137,8 @@ class Reader:
         self._runs: dict[str, Run] = {}
         self._endpoints: dict[str, EndpointRecord] = {}
         self._journals: dict[str, Journal] = {}
-        self._samples = Kept(self._read_samples)
-        self._committed = Kept(self._read_committed)
+        self._samples = Cache(self._read_samples)
+        self._committed = Cache(self._read_committed)
         self._lock = threading.Lock()
 
     def refresh(self, watched: Collection[str] = ()) -> set[str]:

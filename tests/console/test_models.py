@@ -9,7 +9,7 @@ from dropforge.run.artifacts import Source
 from dropforge.run.record import Parity, Record, RunError, RunState
 from dropforge.spec import parse_spec
 from dropforge_console import models
-from dropforge_console.reader import KEPT, Committed, Kept, Run
+from dropforge_console.reader import KEPT, Cache, Committed, Run
 
 from .test_views import NOW, SPEC, at, attempt, record
 
@@ -79,7 +79,7 @@ def test_a_value_is_read_once_for_each_generation() -> None:
         read.append(run)
         return len(read)
 
-    kept = Kept(value)
+    kept = Cache(value)
     assert [kept.of("a", 1), kept.of("a", 1), kept.of("a", 2), kept.of("a", 2)] == [1, 1, 2, 2]
     for number in range(KEPT):
         kept.of(f"run-{number}", 1)
