@@ -187,7 +187,7 @@ class User:
         """POST JSON to the stack's own interface."""
         data = json.dumps(body).encode()
         urllib.request.urlopen(
-            urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=10
+            urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=PATIENCE_SECONDS
         ).close()
 
     def delete(self, resource: str) -> None:
@@ -195,9 +195,9 @@ class User:
         if "/k8s/" in resource:
             Clusters(self.info).delete(resource)
         elif "/queuedResources/" in resource:
-            clients.tpu().delete_queued_resource({"name": resource, "force": True}).result(timeout=30)
+            clients.tpu().delete_queued_resource({"name": resource, "force": True}).result(timeout=PATIENCE_SECONDS)
         else:
-            clients.run_jobs().delete_job(name=resource).result(timeout=30)
+            clients.run_jobs().delete_job(name=resource).result(timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture
