@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.container_secrets import load_secrets
@@ -117,4 +118,4 @@ def test_without_the_variable_nothing_is_imported() -> None:
         "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(None, environ)\n"
         "assert set(sys.modules) == before and 'dropforge.cloud.clients' not in before"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=PATIENCE_SECONDS)

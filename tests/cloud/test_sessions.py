@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 from google.auth.credentials import Credentials
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.cloud.sessions import GoogleSession, LeanSession, loopback_session, session_with
 
@@ -85,7 +86,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_request_is_the_one_of_requests(url: str, method: str, path: str, options: dict[str, Any]) -> None:
     def seen(session: requests.Session) -> tuple[object, ...]:
         copied = {**options, "data": iter([b"one", b"two"])} if path == "/generator" else options
-        answer = session.request(method, url + path, timeout=30, **copied)
+        answer = session.request(method, url + path, timeout=PATIENCE_SECONDS, **copied)
         echo = json.loads(answer.content) if answer.content else None
         return answer.status_code, echo, answer.headers["content-length"], answer.reason, answer.encoding
 
@@ -96,12 +97,14 @@ def test_a_request_is_the_one_of_requests(url: str, method: str, path: str, opti
 
 @pytest.mark.parametrize("verb", ["get", "post", "put", "patch", "delete", "head", "options"])
 def test_the_verbs_of_a_session_work(url: str, verb: str) -> None:
-    assert getattr(LeanSession(), verb)(f"{url}/x", timeout=30).status_code == (501 if verb == "options" else 200)
+    assert getattr(LeanSession(), verb)(f"{url}/x", timeout=PATIENCE_SECONDS).status_code == (
+        501 if verb == "options" else 200
+    )
 
 
 def test_a_session_keeps_its_connection_and_no_cookie(url: str) -> None:
     session = session_with("secret")
-    answers = [session.get(f"{url}/{number}", timeout=30).json() for number in range(3)]
+    answers = [session.get(f"{url}/{number}", timeout=PATIENCE_SECONDS).json() for number in range(3)]
     assert len(Echo.connections) == 1
     assert answers[2]["headers"]["authorization"] == "Bearer secret"
     assert "cookie" not in answers[2]["headers"]
@@ -109,11 +112,11 @@ def test_a_session_keeps_its_connection_and_no_cookie(url: str) -> None:
 
 def test_failures_are_those_of_requests(url: str) -> None:
     with pytest.raises(requests.ConnectionError):
-        LeanSession().get(f"{url}/broken", timeout=30)
+        LeanSession().get(f"{url}/broken", timeout=PATIENCE_SECONDS)
     with pytest.raises(requests.ConnectionError):
-        LeanSession().get("http://127.0.0.1:1/", timeout=30)
+        LeanSession().get("http://127.0.0.1:1/", timeout=PATIENCE_SECONDS)
     with pytest.raises(requests.exceptions.MissingSchema):
-        LeanSession().get("no-scheme", timeout=30)
+        LeanSession().get("no-scheme", timeout=PATIENCE_SECONDS)
 
 
 def test_the_environment_is_read_once_for_a_host(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +124,15 @@ def test_the_environment_is_read_once_for_a_host(url: str, monkeypatch: pytest.M
     monkeypatch.setenv("http_proxy", url)
     monkeypatch.delenv("no_proxy", raising=False)
     session = LeanSession()
-    assert session.get("http://storage.invalid/b", timeout=30).json()["path"] == "http://storage.invalid/b"
+    assert (
+        session.get("http://storage.invalid/b", timeout=PATIENCE_SECONDS).json()["path"] == "http://storage.invalid/b"
+    )
     monkeypatch.delenv("http_proxy")
-    assert session.get("http://storage.invalid/c", timeout=30).json()["path"] == "http://storage.invalid/c"
+    assert (
+        session.get("http://storage.invalid/c", timeout=PATIENCE_SECONDS).json()["path"] == "http://storage.invalid/c"
+    )
     with pytest.raises(requests.ConnectionError):
-        loopback_session().get("http://storage.invalid/", timeout=30)
+        loopback_session().get("http://storage.invalid/", timeout=PATIENCE_SECONDS)
 
 
 class Token(Credentials):
@@ -142,7 +149,7 @@ def test_a_google_session_sends_its_token_and_renews_a_refused_token(url: str) -
     token = Token()
     session = GoogleSession(token)  # type: ignore[call-arg]
     for _ in range(2):
-        answer = session.request("GET", f"{url}/x", timeout=30)
+        answer = session.request("GET", f"{url}/x", timeout=PATIENCE_SECONDS)
         assert answer.json()["headers"]["authorization"] == "Bearer token-1"
-    session.request("GET", f"{url}/401", timeout=30)
+    session.request("GET", f"{url}/401", timeout=PATIENCE_SECONDS)
     assert token.refreshed == 3  # AuthorizedSession tries twice

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import requests
 from google.cloud.pubsub_v1 import types
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base import db as db_module
 from dropforge_local.base.clock import SystemClock
@@ -145,6 +146,6 @@ def publish_by_grpc(server: Server) -> Callable[[], str]:
                 request_serializer=types.PublishRequest.pb().SerializeToString,
                 response_deserializer=types.PublishResponse.pb().FromString,
             )
-            return str(publish(request, timeout=20).message_ids[0])
+            return str(publish(request, timeout=PATIENCE_SECONDS).message_ids[0])
 
     return call

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, looks
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -81,16 +81,17 @@ def forget_clients() -> None:
 
 def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = PATIENCE_SECONDS) -> Any:
     """Call `read` until `accept` is true for its value; return that value. Fail after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not accept(value := read()):
-        assert time.monotonic() < deadline, f"not accepted in time: {value}"
-        time.sleep(0.05)
-    return value
+    value: Any = None
+    for _ in looks(seconds):
+        value = read()
+        if accept(value):
+            return value
+    raise AssertionError(f"not accepted in time: {value}")
 
 
 def eventually(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call the stage until its answer is no longer "call again"; return the last answer."""
-    return dict(until(stage, lambda answer: answer["status"] not in ("PENDING", "WAITING"), 40))
+    return dict(until(stage, lambda answer: answer["status"] not in ("PENDING", "WAITING")))
 
 
 def contains(stored: Any, sent: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, looks
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound
@@ -110,32 +109,27 @@ class User:
 
     def wait_for(self, run: str, condition: Callable[[Record], bool], timeout: float = PATIENCE_SECONDS) -> Record:
         record: Record | None = None
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        for _ in looks(timeout):
             try:
                 record = self.store.record(run)
             except NotFound:
                 record = None
             if record is not None and condition(record):
                 return record
-            time.sleep(0.05)
         raise AssertionError(f"run {run} did not meet the condition within {timeout} s; its record: {record!r}")
 
     def until(self, condition: Callable[[], object], timeout: float = PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, f"the condition is not met after {timeout} s"
-            time.sleep(0.05)
+        assert any(condition() for _ in looks(timeout)), f"the condition is not met after {timeout} s"
 
     def slack(self, run: str, last: str) -> list[str]:
         """Wait until the last Slack headline about a run ends with `last`; return all its headlines in order."""
         headlines: list[str] = []
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (headlines and headlines[-1].endswith(last)) and time.monotonic() < deadline:
+        for _ in looks(PATIENCE_SECONDS):
             with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=60) as response:
                 payloads = [message["payload"] for message in json.load(response)["messages"]]
             headlines = [p["blocks"][0]["text"]["text"] for p in payloads if run in json.dumps(p)]
-            time.sleep(0.02)
+            if headlines and headlines[-1].endswith(last):
+                break
         return headlines
 
     def executions(self, run: str) -> list[Any]:
@@ -193,7 +187,7 @@ class User:
         """POST JSON to the stack's own interface."""
         data = json.dumps(body).encode()
         urllib.request.urlopen(
-            urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=10
+            urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=PATIENCE_SECONDS
         ).close()
 
     def delete(self, resource: str) -> None:
@@ -201,9 +195,9 @@ class User:
         if "/k8s/" in resource:
             Clusters(self.info).delete(resource)
         elif "/queuedResources/" in resource:
-            clients.tpu().delete_queued_resource({"name": resource, "force": True}).result(timeout=30)
+            clients.tpu().delete_queued_resource({"name": resource, "force": True}).result(timeout=PATIENCE_SECONDS)
         else:
-            clients.run_jobs().delete_job(name=resource).result(timeout=30)
+            clients.run_jobs().delete_job(name=resource).result(timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture

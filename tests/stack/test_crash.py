@@ -12,6 +12,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 import requests
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.stack import control as local
 from dropforge_local.stack.config import StackError
@@ -58,7 +59,7 @@ def test_a_forked_stack_has_its_own_session_and_its_functions_end_with_it(harnes
     family = stack.children(recursive=True)
     assert len(family) > 2, family  # the nursery, and the functions' master and worker
     kill(user_of(harness.state))
-    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert not psutil.wait_procs(family, timeout=PATIENCE_SECONDS)[1]
     local.up(harness.state)
 
 

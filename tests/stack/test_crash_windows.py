@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import requests
 from google.api_core.exceptions import NotFound, ServiceUnavailable
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, looks
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -68,10 +68,12 @@ def launched(user: User, behave: str = "hang", **changes: Any) -> str:
 
 def eventually(stage: Any) -> dict[str, Any]:
     """Call a stage until its status is neither PENDING nor WAITING; return its answer."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (answer := stage())["status"] in ("PENDING", "WAITING") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return dict(answer)
+    answer: dict[str, Any] = {}
+    for _ in looks(PATIENCE_SECONDS):
+        answer = dict(stage())
+        if answer["status"] not in ("PENDING", "WAITING"):
+            break
+    return answer
 
 
 def end(user: User, run: str) -> None:

@@ -32,7 +32,7 @@ def kill(user: User) -> None:
     stack = psutil.Process(user.info.pid)
     functions = [p for p in stack.children(recursive=True) if "functions_host" in " ".join(p.cmdline())]
     stack.kill()
-    psutil.wait_procs([stack, *functions], timeout=20)
+    psutil.wait_procs([stack, *functions], timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])

@@ -16,6 +16,7 @@ import requests
 from bench import crowd
 from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -203,7 +204,7 @@ def test_a_run_is_served_after_its_execution_ended_during_deploy_and_a_deleted_e
     assert len(user.resources(run)) == 1
     assert differences(run) == []
     assert run in user.store.marks().runs  # the sweep inspects the endpoint until its expiry
-    clients.run_services().delete_service(name=user.resources(run)[0]).result(timeout=30)
+    clients.run_services().delete_service(name=user.resources(run)[0]).result(timeout=PATIENCE_SECONDS)
     sweep()
     record = user.store.record(run)
     assert record.endpoint is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import requests
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.platforms import get_target, servers, targets
@@ -171,7 +172,7 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
     key = endpoint_key(here().cloud, user.store.spec(run))
     assert bool(key) is (serve["type"] in ("gke", "tpu_vm"))  # IAM guards other endpoints
-    answer = clients.endpoint(record.endpoint.url, key).post(url, json=question, timeout=30)
+    answer = clients.endpoint(record.endpoint.url, key).post(url, json=question, timeout=PATIENCE_SECONDS)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
     remaining = [entry.name for entry in user.store.ledger(run).remaining()]
     assert record.endpoint.service in remaining

@@ -9,6 +9,7 @@ import socket
 import zlib
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from workflows_engine import HttpRequest, HttpResponse, PooledTransport, WorkflowError
 
@@ -53,12 +54,14 @@ def exchange(
         port = server.sockets[0].getsockname()[1]
         transport = PooledTransport(limit)
         try:
-            request = HttpRequest(method, f"http://127.0.0.1:{port}{path}", {"Idempotency-Key": "k"}, timeout=5)
+            request = HttpRequest(
+                method, f"http://127.0.0.1:{port}{path}", {"Idempotency-Key": "k"}, timeout=PATIENCE_SECONDS
+            )
             return [await transport.send(request) for _ in range(times)], read, connections
         finally:
             await transport.close()
             server.close()
-            await asyncio.wait([task for task in serving if task is not None], timeout=5)
+            await asyncio.wait([task for task in serving if task is not None], timeout=PATIENCE_SECONDS)
 
     return asyncio.run(run())
 

@@ -19,10 +19,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .images import ImageNotFound, ImageStore
 from .shim import MARKER
+
+if TYPE_CHECKING:
+    from .images import Image, ImageStore
 
 SETTINGS = "etc/dropforge-docker.json"
 STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"  # the only supported format of `inspect`
@@ -64,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     try:
         code: int = options.command(root, options)
         return code
-    except (DockerError, ImageNotFound) as error:
+    except DockerError as error:
         print(f"docker: Error response from daemon: {error}", file=sys.stderr)
         return FAILED
 
@@ -84,8 +86,8 @@ def login(root: Path, options: argparse.Namespace) -> int:
 def pull(root: Path, options: argparse.Namespace) -> int:
     images, _ = _read_settings(root)
     try:
-        image = images.resolve(options.image)
-    except ImageNotFound as error:
+        image = _resolve(images, options.image)
+    except DockerError as error:
         raise DockerError(f"manifest for {options.image} not found: manifest unknown: {error}") from error
     print(f"Digest: {image.digest}\nStatus: Downloaded newer image for {options.image}")
     return 0
@@ -93,7 +95,7 @@ def pull(root: Path, options: argparse.Namespace) -> int:
 
 def run(root: Path, options: argparse.Namespace) -> int:
     images, platform = _read_settings(root)
-    image = images.resolve(options.image)
+    image = _resolve(images, options.image)
     name = options.name or uuid.uuid4().hex
     points = dict(_mount_points(options.volume))
     with _directory(root, name, keep=not options.rm) as directory:
@@ -142,9 +144,20 @@ def inspect(root: Path, options: argparse.Namespace) -> int:
 
 
 def _read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
+    from .images import ImageStore  # its imports take most of the time of a command; most commands need no image
+
     settings = json.loads((root / SETTINGS).read_text())
     images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable), settings["bases"])
     return images, settings["environment"]
+
+
+def _resolve(images: ImageStore, uri: str) -> Image:
+    from .images import ImageNotFound
+
+    try:
+        return images.resolve(uri)
+    except ImageNotFound as error:
+        raise DockerError(str(error)) from error
 
 
 def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import textwrap
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from google.api_core.future.polling import RETRY_PREDICATE as is_pending
 from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import run_v2
+from tests.patience import looks
 
 from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
@@ -204,11 +204,12 @@ class Cloud:
         return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 200.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while not accept(value := read()):
-            assert time.monotonic() < deadline, f"not accepted in time: {value}"
-            time.sleep(0.05)
-        return value
+        value: Any = None
+        for _ in looks(seconds):
+            value = read()
+            if accept(value):
+                return value
+        raise AssertionError(f"not accepted in time: {value}")
 
     def processes(self) -> list[int]:
         return [pid for members in find_members(self.directory).values() for pid in members]

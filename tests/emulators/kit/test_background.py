@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.emulators.kit.background import Background, Changes, first, stop_all
 
@@ -61,7 +62,7 @@ def test_changes_wake_every_waiter_once() -> None:
         reached: list[str] = []
         asyncio.get_running_loop().call_soon(reached.append, "x")
         asyncio.get_running_loop().call_soon(changes.notify)
-        await changes.until(lambda: bool(reached), 30)
+        await changes.until(lambda: bool(reached), PATIENCE_SECONDS)
         in_time = bool(reached)
         await changes.until(lambda: False, 0.01)
         return in_time, len(asyncio.all_tasks()) == 1

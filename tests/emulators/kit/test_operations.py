@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -42,7 +43,7 @@ def test_a_step_finishes_its_operation() -> None:
         operations.carry_out({"create": step})
         begun = operations.begin("o1", "create", THING, metadata={"state": "begun"})
         assert (begun.name, begun.is_done) == (f"{PARENT}/operations/o1", False)
-        done = await operations.wait(begun.name, 30)
+        done = await operations.wait(begun.name, PATIENCE_SECONDS)
         assert (done.response, done.metadata, done.error) == (EMPTY, {"state": "done"}, None)
         operations.delete(begun.name)
         with pytest.raises(ApiError, match=r"Operation '.*/operations/o1' does not exist"):
@@ -57,7 +58,7 @@ def test_a_refusal_fails_the_operation() -> None:
             raise ApiError("RESOURCE_EXHAUSTED", "no capacity")
 
         operations.carry_out({"create": step})
-        done = await operations.wait(operations.begin("o1", "create", THING).name, 30)
+        done = await operations.wait(operations.begin("o1", "create", THING).name, PATIENCE_SECONDS)
         message = longrunning(done)
         assert (message.done, message.error.code, message.error.message) == (True, 8, "no capacity")
 

@@ -7,7 +7,6 @@ import json
 import ssl
 import sys
 import textwrap
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client
+from tests.patience import looks
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -175,11 +175,12 @@ class Kube:
             return switched
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 200.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while not accept(value := read()):
-            assert time.monotonic() < deadline, f"not in time: {value}"
-            time.sleep(0.03)
-        return value
+        value: Any = None
+        for _ in looks(seconds):
+            value = read()
+            if accept(value):
+                return value
+        raise AssertionError(f"not in time: {value}")
 
     def job(self, name: str) -> Any:
         return self.batch.read_namespaced_job(name, self.namespace)

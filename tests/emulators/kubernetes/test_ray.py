@@ -388,7 +388,7 @@ def assert_late(ray: Ray, name: str) -> None:
 def test_refusals_of_the_operator_are_in_the_status(ray: Ray) -> None:
     def refused(**spec: Any) -> str:
         name = ray.create("x", **spec)
-        until(lambda: ray.states(name)[0] == "ValidationFailed", 10)
+        until(lambda: ray.states(name)[0] == "ValidationFailed")
         return str(ray.status(name)["message"])
 
     assert "shutdownAfterJobFinishes set to false" in refused(shutdownAfterJobFinishes=False, ttlSecondsAfterFinished=9)

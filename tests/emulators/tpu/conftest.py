@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, looks
 
 from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
@@ -173,10 +172,7 @@ class Cloud:
 def wait_for(
     condition: Callable[[], bool], explain: Callable[[], object] = lambda: "", seconds: float = PATIENCE_SECONDS
 ) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.03)
+    assert any(condition() for _ in looks(seconds)), explain()
 
 
 @pytest.fixture

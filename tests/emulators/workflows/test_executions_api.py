@@ -264,7 +264,7 @@ def test_the_rest_clients_speak_to_the_same_state(served: Any) -> None:
     assert requests.post(url, json={"colour": "red"}, timeout=60).status_code == 400
     assert requests.post(url, json={"executionHistoryLevel": "LOTS"}, timeout=60).status_code == 400
     assert requests.post(
-        url, json={"state": "FAILED", "executionHistoryLevel": "EXECUTION_HISTORY_BASIC"}, timeout=10
+        url, json={"state": "FAILED", "executionHistoryLevel": "EXECUTION_HISTORY_BASIC"}, timeout=PATIENCE_SECONDS
     ).json()["state"] in ("ACTIVE", "SUCCEEDED")  # fields that only the service sets are ignored
     assert requests.get(f"{served.url}/v1/{created['name']}?view=ALL", timeout=60).status_code == 400
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -143,7 +144,7 @@ def test_a_machine_that_is_lost_before_it_serves_is_not_created_again(cloud: Clo
     if loss == "preempted":
         cloud.faults(preempt=node)
     else:
-        clients.tpu().delete_node(name=node).result(timeout=30)
+        clients.tpu().delete_node(name=node).result(timeout=PATIENCE_SECONDS)
     with patch.dict(os.environ, {"DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-deaf:test"}):
         answer = cloud.deploy(run)
     assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", expected), answer
