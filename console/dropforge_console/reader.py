@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dropforge.base import names
@@ -16,7 +17,7 @@ from dropforge.endpoints.store import EndpointStore
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
-from dropforge.run.series import Kept, SeriesReader
+from dropforge.run.series import SeriesReader
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
@@ -79,14 +80,16 @@ class Journal:
         self._run = run
         self._told: list[Progress] = []
         self._readers: dict[int, SeriesReader] = {}
-        self._series: dict[int, Kept] = {}
+        self._generations: dict[int, int] = {}
+        self._points: dict[int, list[Progress]] = {}
         self._finished: set[int] = set()  # the attempts whose series no longer changes
         self._last = names.events_prefix(run)
         self._lock = threading.Lock()
 
     @property
     def progress(self) -> list[Progress]:
-        return [*self._told, *(point for kept in self._series.values() for point in kept.series.points())]
+        # A copy of the values, in one operation: another thread may add an attempt meanwhile.
+        return [*self._told, *chain.from_iterable(list(self._points.values()))]
 
     def refresh(self, attempt: int) -> bool:
         """Read what is new up to an attempt, the newest of the run; return whether there was anything."""
@@ -120,9 +123,9 @@ class Journal:
         """Read the series of an attempt, if it has changed. While the object is no series, the one before counts."""
         reader = self._readers.setdefault(attempt, self._store.series_reader(self._run, attempt))
         kept = reader.read()
-        if kept is None or kept == self._series.get(attempt):
+        if kept is None or kept.generation == self._generations.get(attempt):
             return False
-        self._series[attempt] = kept
+        self._generations[attempt], self._points[attempt] = kept.generation, kept.series.points()
         return True
 
 

@@ -140,6 +140,14 @@ def test_a_reader_gets_the_points_that_were_added(run: str) -> None:
     assert points[-1] == series.latest()
 
 
+def test_the_longest_series_with_the_longest_numbers_is_read(run: str) -> None:
+    series, least = Series(run=run, attempt=1, began=BEGAN, written=BEGAN), -1.23456e-105
+    longest = {"epoch": least, "loss": least, "learning_rate": least, "tokens_per_second": least}
+    for step in range(10**11, 10**11 + MOST_POINTS):
+        series.add(point(run, step, 10**8 + 0.123 + step % MOST_POINTS, **longest))
+    assert decoded(series.encoded(KEY), run, 1, KEY) == series
+
+
 def test_a_series_never_has_more_points_than_it_may(run: str) -> None:
     """It keeps its first and its last point, and the newer half whole."""
     series = series_of(run, 2 * MOST_POINTS + 1)

@@ -23,6 +23,7 @@ from dropforge.cloud.clients import TELEMETRY_API, Clients
 from dropforge.context import Context
 from dropforge.run.record import Endpoint, Notice, Record, RunError, RunState, Transition
 from dropforge.run.spans import spans_of
+from dropforge.run.store import RunStore
 from dropforge.tell import otlp
 from dropforge.tell.channel import Failure
 from dropforge.tell.news import notice_news
@@ -79,6 +80,21 @@ def test_the_api_takes_a_trace_and_a_repeat_has_the_same_ids(api: str) -> None:
     assert root["attributes"]["error.type"] == "code"
     assert root["resource"]["gcp.project_id"] == SETTINGS.project
     assert root["resource"]["service.name"] == "dropforge"
+
+
+def test_the_process_that_has_ended_the_run_does_not_read_the_record_again(api: str) -> None:
+    context = context_of(ended_run(), TELEMETRY_EMULATOR_HOST=api)
+    context.store.bucket.objects.clear()
+    assert otlp.send(context, TELEMETRY_API, NEWS) is None
+    assert len(taken(api)) == 3
+
+
+def test_a_record_that_is_remembered_from_before_the_end_is_read_again(api: str) -> None:
+    context = context_of(record_of(RunState.TRAINING, execution="e"), TELEMETRY_EMULATOR_HOST=api)
+    elsewhere = RunStore(context.store.bucket, SETTINGS.runs_bucket)
+    elsewhere.update(RUN, lambda _: ended_run())
+    assert otlp.send(context, TELEMETRY_API, NEWS) is None
+    assert taken(api)[0]["status"]["code"] == "STATUS_CODE_ERROR"
 
 
 def test_a_notice_after_the_end_sends_what_ended_since_then(api: str) -> None:

@@ -57,7 +57,7 @@ def send(context: Context, address: str, news: News) -> Failure | None:
         return None
     failures: tuple[type[Exception], ...] = (*client_errors(), DropforgeError)
     try:
-        record = context.store.record(news.event.run)
+        record = _record(context, news)
         if record.execution is None:  # nothing has begun: the spec was rejected, or its run cancelled at once
             return None
         ended = ended_spans(record, read_spans(context, record), after_end=news.is_notice)
@@ -73,6 +73,12 @@ def send(context: Context, address: str, news: News) -> Failure | None:
     if failure and failure.may_pass and context.now() - since > GIVE_UP_AFTER:
         return Failure(f"{failure.problem}; the trace is given up after {GIVE_UP_AFTER}", may_pass=False)
     return failure
+
+
+def _record(context: Context, news: News) -> Record:
+    """The record of a run that has ended. The process that has ended the run remembers it."""
+    known = None if news.is_notice else context.store.recall(news.event.run)
+    return known if known is not None and known.state.is_terminal else context.store.record(news.event.run)
 
 
 def read_spans(context: Context, record: Record) -> list[Span]:
