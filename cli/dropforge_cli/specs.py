@@ -16,8 +16,8 @@ from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.advice import advice
 from dropforge.spec.policy import Policy
-from dropforge.stages.admission import budget_problems, fit_problems, machine_problems, time_problems
-from dropforge.stages.ceiling import policy_problems, with_defaults
+from dropforge.stages.admission import rule_problems
+from dropforge.stages.ceiling import with_defaults
 
 from .deployment import Deployment, connect, find
 from .display import stdout
@@ -80,9 +80,7 @@ def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clie
     """
     spec = with_defaults(parse_spec(path.read_bytes()), policy)
     shape = shape_here(spec, model_config, clients)
-    fit = fit_problems(spec, shape if isinstance(shape, ModelShape) else None)
-    problems = [*policy_problems(spec, policy), *fit, *machine_problems(spec)]
-    if problems := [*problems, *time_problems(spec), *budget_problems(spec)]:
+    if problems := rule_problems(spec, policy, shape if isinstance(shape, ModelShape) else None):
         raise InvalidSpec(problems)
     return spec
 

@@ -52,7 +52,7 @@ class Pages:
         self._live = live
         self._read_log = read_log
         self._auditor = Auditor(context, live.announce)
-        self._rendered: tuple[int, dict[str, str]] = (-1, {})
+        self._rendered: tuple[int, dict[str, asyncio.Task[str]]] = (-1, {})
         self._templates = Environment(
             loader=PackageLoader(__package__),
             autoescape=True,
@@ -306,9 +306,13 @@ class Pages:
         if version != self._live.version or len(pages) >= KEPT_PAGES:
             pages = {}
             self._rendered = self._live.version, pages
-        if key not in pages:
-            pages[key] = await asyncio.to_thread(render)
-        return HTMLResponse(pages[key])
+        if key not in pages:  # a change makes every viewer ask at the same moment: one of them renders
+            pages[key] = asyncio.create_task(asyncio.to_thread(render))
+        try:
+            return HTMLResponse(await asyncio.shield(pages[key]))
+        except Exception:
+            pages.pop(key, None)
+            raise
 
     def _found(self, name: str) -> Run:
         run = self._reader.find(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -26,6 +28,7 @@ from dropforge_cli.main import cli
 
 from ..deployments import clients
 from ..stage_calls import sweep
+from . import axe
 from .conftest import User
 from .named import Named
 from .test_endpoints import named
@@ -222,6 +225,23 @@ def test_a_wrong_spec_is_explained_and_starts_nothing(user: User, visitor: Visit
     assert list(user.store.runs()) == before
 
 
+def test_the_rules_of_size_and_time_are_those_of_the_command_line(user: User, visitor: Visitor, tmp_path: Path) -> None:
+    """A model that does not fit, and a budget without an attempt: in the words of `dropforge validate`."""
+    spec = user.spec(
+        model={"source": "google/gemma-3-27b-it"},
+        training={"adapter": {"type": "none"}},
+        limits={"max_cost_usd": 0.0001},
+    )
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    told = CliRunner().invoke(cli, ["validate", str(tmp_path / "spec.json")]).stdout
+    problems = [line.partition("spec.json: ")[2] for line in told.splitlines()]
+    assert len(problems) >= 2
+    answer = visitor.post("/new", spec=json.dumps(spec), do="drop")
+    assert answer.status_code == 422
+    listed = re.findall(r"<li>(.*?)</li>", answer.text)
+    assert [html.unescape(text) for text in listed] == problems
+
+
 def test_a_form_of_any_size_is_answered(visitor: Visitor) -> None:
     assert visitor.post("/new", spec="x" * 4_000_000).status_code == 413
 
@@ -282,18 +302,31 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1440])
-def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Any, scheme: str, width: int) -> None:
-    """The pages fit, change without a reload, work from the keyboard, and break no rule of their own policy."""
-    run = user.drop(user.spec("hang"))
-    user.wait(run, "TRAINING")
+@contextmanager
+def opened(browser: Any, visitor: Visitor, width: int, scheme: str, *, is_watched: bool = True) -> Iterator[Any]:
+    """A page in the visitor's session. If it is watched, nothing of it was broken or forbidden by its own policy."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     name, value = next(iter(visitor.session.cookies.items()))
     context.add_cookies([{"name": name, "value": value, "url": visitor.root}])
     page, broken = context.new_page(), []
     page.on("pageerror", lambda error: broken.append(str(error)))
     page.on("console", lambda message: broken.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert broken == [] or not is_watched
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Any, scheme: str, width: int) -> None:
+    """The pages fit, change without a reload, work from the keyboard, and break no rule of their own policy."""
+    run = user.drop(user.spec("hang"))
+    user.wait(run, "TRAINING")
+    with opened(browser, visitor, width, scheme) as page:
+        follow(page, visitor, user, run, width)
+
+
+def follow(page: Any, visitor: Visitor, user: User, run: str, width: int) -> None:
     page.goto(f"{visitor.root}/runs")
     page.keyboard.press("/")
     page.keyboard.type(run)
@@ -313,7 +346,23 @@ def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Any, sch
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("link", name="noop").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.goto(f"{visitor.root}/new")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    context.close()
-    assert broken == []
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 360)])
+def test_every_page_fits_and_is_accessible(user: User, visitor: Visitor, browser: Any, scheme: str, width: int) -> None:
+    """axe-core finds nothing against WCAG 2.2 AA: names of controls, contrast, headings, landmarks, sizes."""
+    runs = [user.drop(user.spec("succeed")) for _ in range(2)]
+    for run in runs:
+        user.wait(run)
+        visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    checker = axe.script()
+    with opened(browser, visitor, width, scheme) as page:
+        for path in (
+            "/runs", f"/runs/{runs[0]}", f"/compare?run={runs[0]}&run={runs[1]}", "/models", "/endpoints", "/cost",
+            "/health", "/new", "/enter?token=x&next=/runs",
+        ):  # fmt: skip
+            page.goto(visitor.root + path)
+            page.get_by_role("heading", level=1).wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            page.evaluate(checker)
+            assert page.evaluate(axe.RUN) == [], path

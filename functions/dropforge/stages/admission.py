@@ -17,7 +17,7 @@ from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_p
 from dropforge.platforms import get_target
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
-from dropforge.spec.policy import policy_of
+from dropforge.spec.policy import Policy, policy_of
 from dropforge.tell.channels import secrets_of
 
 from .ceiling import policy_problems
@@ -30,9 +30,7 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
 
     Raises BrokenPolicy if the deployment's policy cannot be read.
     """
-    problems = policy_problems(spec, policy_of(cloud.settings.policy))
-    problems += [*fit_problems(spec, _shape(cloud, spec)), *machine_problems(spec)]
-    problems += [*time_problems(spec), *budget_problems(spec)]
+    problems = rule_problems(spec, policy_of(cloud.settings.policy), _shape(cloud, spec))
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
@@ -40,6 +38,12 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
     ]
     if problems:
         raise InvalidSpec(problems)
+
+
+def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> list[SpecProblem]:
+    """What the policy and the rules of size, machine, time and money refuse: everything that no cloud has to answer."""
+    problems = [*policy_problems(spec, policy), *fit_problems(spec, shape), *machine_problems(spec)]
+    return [*problems, *time_problems(spec), *budget_problems(spec)]
 
 
 def _shape(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
