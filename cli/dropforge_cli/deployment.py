@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dropforge_local.stack.config import StackInfo
 
 CONFIG = Path("dropforge.toml")
+TOML_HINT = "write dropforge.toml anew: `terraform output -raw dropforge_toml > dropforge.toml`; see docs/cli.md"
 LOCAL_POLL_SECONDS, CLOUD_POLL_SECONDS = 0.25, 3.0
 LOCAL_PATIENCE_SECONDS, CLOUD_PATIENCE_SECONDS = 60.0, 300.0
 
@@ -68,7 +69,10 @@ def connect(state: str | None) -> Deployment:
     directory = state_directory(state)
     if _is_explicit(state):
         raise CliError(f"no local stack runs in {directory}", f"start it with `dropforge up --state {directory}`")
-    hint = "start one with `dropforge up`, or describe a project in DROPFORGE_* variables or in dropforge.toml"
+    hint = (
+        "start one with `dropforge up`, go to the directory where you did, or describe a project in DROPFORGE_* "
+        "variables or in dropforge.toml"
+    )
     raise CliError(f"no local stack runs in {directory}, and no project is configured", hint)
 
 
@@ -128,7 +132,7 @@ def _configured(source: str) -> Deployment:
     try:
         context = Context.from_environment()
     except DropforgeError as error:
-        raise CliError(f"the configuration of {source} is incomplete: {error}", "see docs/cli.md") from error
+        raise CliError(f"the configuration of {source} is incomplete: {error}", TOML_HINT) from error
     return Deployment(context, f"project {context.settings.project}, from {source}")
 
 

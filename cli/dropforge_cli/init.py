@@ -24,9 +24,12 @@ from .options import state_option
 from .plain import echo, plain
 from .policy import policy_in_use
 from .problems import CliError
+from .sources import FILE_SUFFIXES
 from .specs import read_spec
 
 ENOUGH_ROWS = 8  # containers/common/rows.py refuses fewer rows to train on
+GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
+FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
 READ_FORMATS = ("messages",), ("prompt", "completion"), ("text",)  # forms of rows that need no templates
 ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
@@ -114,7 +117,7 @@ def _usual_bucket(deployment: Deployment | None) -> str:
 def read_data(source: str, bucket: str) -> Data:
     """Return the data set. A local file is looked at; of another source only the examples' columns are known."""
     path = Path(source)
-    if path.suffix in _READERS and not source.startswith("gs://"):
+    if not source.startswith("gs://") and (path.suffix in FILE_SUFFIXES or path.exists()):
         return _read_file(path, bucket)
     if source in ("b-mc2/sql-create-context", "gs://local-data/text-to-sql.jsonl"):
         return Data(source, 0, {"prompt": "Question: {question}\nContext: {context}", "completion": "{answer}"})
@@ -123,19 +126,45 @@ def read_data(source: str, bucket: str) -> Data:
 
 def _read_file(path: Path, bucket: str) -> Data:
     uri, number, first = f"gs://{bucket}/{path.name}", 0, None
+    _check_format(path)
     try:
         with closing(_READERS[path.suffix](path)) as rows:
             for row in rows:
                 first, number = first or row, number + 1
     except OSError as error:
-        raise CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a Hub id or gs://…") from None
+        raise _unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x}; expected text in UTF-8"
+        hint = f"if it is Latin-1: iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > new{path.suffix}"
+        raise CliError(message, hint) from None
     except (ValueError, csv.Error) as error:
-        hint = "docs/data-formats.md shows each format"
-        raise CliError(f"row {number + 1} of {path} cannot be read: {error}", hint) from None
-    if not isinstance(first, dict) or number < ENOUGH_ROWS:
-        message = f"{path} has {number} rows of columns; expected at least {ENOUGH_ROWS}"
-        raise CliError(message, "docs/data-formats.md shows each format")
+        raise CliError(f"row {number + 1} of {path} cannot be read: {error}", FORMATS_HINT) from None
+    if first is not None and not isinstance(first, dict):
+        message = f"row 1 of {path} is {json.dumps(first)[:60]}; expected an object with columns"
+        raise CliError(message, FORMATS_HINT)
+    if first is None or number < ENOUGH_ROWS:
+        count = "no row" if first is None else "1 row" if number == 1 else f"{number} rows"
+        raise CliError(f"{path} has {count} of data; expected at least {ENOUGH_ROWS}", FORMATS_HINT)
     return Data(uri, number, columns_of(first, path))
+
+
+def _check_format(path: Path) -> None:
+    """Raise CliError for a local file that is compressed, or that has another format than the trainers read."""
+    expected = f"expected a file of text that ends in {', '.join(_READERS)}"
+    try:
+        with path.open("rb") as file:
+            compressed = file.read(2) == GZIP
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if compressed:
+        raise CliError(f"{path} is compressed by gzip; {expected}", f"unpack it: gunzip {shlex.quote(str(path))}")
+    if path.suffix not in _READERS:
+        hint = "save it as CSV (a spreadsheet or a database can); docs/data-formats.md shows each format"
+        raise CliError(f"{path} has the ending {path.suffix!r}; {expected}", hint)
+
+
+def _unreadable(path: Path, error: OSError) -> CliError:
+    return CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a Hub id or gs://…")
 
 
 def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
@@ -146,6 +175,9 @@ def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
     if any(all(name in row for name in names) for names in READ_FORMATS):
         return None
     names = [name for name in row if name is not None and name.lower() not in NUMBERS]
+    if len(row) == 1 and (mark := next((mark for mark in (";", "\t", "|") if mark in next(iter(row))), None)):
+        message = f"the columns of {path} are separated by {mark!r}; expected commas"
+        raise CliError(message, "save it again with commas; docs/data-formats.md shows each format")
     if unfit := next((name for name in names if not name.isidentifier()), None):
         raise CliError(
             f"the column {unfit!r} of {path} cannot be in a template; expected letters, digits and _",

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import re
 import secrets as random_secrets
+import shlex
 import time
 from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 
+from dropforge.base.errors import SpecProblem
 from dropforge.base.figures import duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.run.artifacts import upload_directory
@@ -29,6 +33,10 @@ from .plain import echo
 from .problems import CliError
 
 CACHE = Path("build/tiny")
+# As in check_source of the spec; https://cloud.google.com/storage/docs/buckets#naming
+BUCKET = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
+# No data set of the Hub has a name like that.
+FILE_SUFFIXES = frozenset((".csv", ".gz", ".json", ".jsonl", ".parquet", ".tsv", ".txt", ".xls", ".xlsx", ".zip"))
 
 
 class Missing(NamedTuple):
@@ -49,6 +57,9 @@ def put(path: Path, uri: str, state: str | None) -> None:
     bucket, name = parts_of(uri)
     if not uri.startswith("gs://") or not bucket or not name:
         raise CliError(f"the URI is {uri!r}; expected gs://BUCKET/NAME", f"such as gs://local-data/{path.name}")
+    if not re.fullmatch(BUCKET, bucket):
+        expected = "lower-case letters, digits, -, _ and ., with a letter or a digit at both ends"
+        raise CliError(f"the bucket's name is {bucket!r}; expected {expected}", f"such as gs://local-data/{path.name}")
     client = deployment.clients.storage()
     if deployment.stack is not None:
         _make_bucket(client, bucket)
@@ -64,21 +75,41 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
     if deployment.stack is not None:
         check_machine(spec)
     absent = missing(spec, deployment)
+    examples = [uri for uri in absent if deployment.stack is not None and uri in SOURCES]
+    if unknown := [
+        problem for uri, problem in absent.items() if uri not in examples
+    ]:  # before minutes of making others
+        first, *rest = unknown
+        also = "".join(f"\n{problem.pointer}: {problem.message}; {problem.command}" for problem in rest)
+        raise CliError(f"{first.pointer}: {first.message}{also}", first.command)
     if deployment.stack is not None:
         for name in make_secrets(spec, deployment):
             echo(f"made the secret {name} for this stack", err=True)
-        for uri in [uri for uri in absent if uri in SOURCES]:
+        for uri in examples:
             began = time.monotonic()
             how = ": it is trained once, in a minute or two" if uri == spec.model.source else ""
             echo(f"makes {uri}, which the local stack does not have yet{how}", err=True)
             with working(f"makes {uri}"):
                 upload_source(deployment.clients, uri)
             echo(f"made {uri} in {duration(time.monotonic() - began)}", err=True)
-            del absent[uri]
-    if absent:
-        first, *rest = absent.values()
-        also = "".join(f"\n{problem.pointer}: {problem.message}; {problem.command}" for problem in rest)
-        raise CliError(f"{first.pointer}: {first.message}{also}", first.command)
+
+
+def local_files(spec: JobSpec) -> list[SpecProblem]:
+    """The problems of data sources that name a file of this machine, which no container can read."""
+
+    def is_file(source: str) -> bool:
+        return not source.startswith("gs://") and (Path(source).is_file() or Path(source).suffix in FILE_SUFFIXES)
+
+    return [
+        SpecProblem(
+            pointer,
+            "a file on this machine, which the training cannot read",
+            repr(source),
+            f"the URI that `dropforge put {shlex.quote(source)} gs://BUCKET/{Path(source).name}` prints",
+        )
+        for pointer, source in spec.sources.items()
+        if pointer != "/model/source" and is_file(source)
+    ]
 
 
 def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
@@ -97,7 +128,9 @@ def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
                     f"gcloud storage buckets create gs://{bucket} --project={settings.project} "
                     f"--location={settings.location} && {put_it}"
                 )
-            found[uri] = Missing(pointer, f"{uri} does not exist: no such {what}", put_it)
+            close = get_close_matches(uri, SOURCES, n=1) if deployment.stack is not None else []
+            meant = f"; did you mean {close[0]}?" if close else ""
+            found[uri] = Missing(pointer, f"{uri} does not exist: no such {what}{meant}", put_it)
     return found
 
 

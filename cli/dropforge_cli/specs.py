@@ -27,7 +27,7 @@ from .options import SPEC_FILE, model_config_option, state_option
 from .plain import echo
 from .policy import policy_in_use
 from .problems import FAILED, CliError
-from .sources import prepare
+from .sources import local_files, prepare
 
 
 @click.command()
@@ -80,7 +80,8 @@ def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clie
     """
     spec = with_defaults(parse_spec(path.read_bytes()), policy)
     shape = shape_here(spec, model_config, clients)
-    if problems := rule_problems(spec, policy, shape if isinstance(shape, ModelShape) else None):
+    problems = rule_problems(spec, policy, shape if isinstance(shape, ModelShape) else None)
+    if problems := [*problems, *local_files(spec)]:
         raise InvalidSpec(problems)
     return spec
 

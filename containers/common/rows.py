@@ -10,7 +10,6 @@ import csv
 import json
 import random
 import re
-import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from dropforge.base.redact import cut
 from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Columns, Dataset, Evaluation
+from dropforge.spec.templates import columns_in
 
 from .errors import JobError, data_error, missing, place_of
 
@@ -231,19 +231,11 @@ def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mappi
 
 
 def _fields(template: str, where: str) -> list[str]:
-    """The columns that a template names. Allows plain names only: no attributes, indices or format specifications."""
+    """The columns that a template names: admission refuses other templates, and earlier versions of it did not."""
     try:
-        fields = [(column, spec, conversion) for _, column, spec, conversion in string.Formatter().parse(template)]
+        return columns_in(template)
     except ValueError as error:
         raise data_error(f"dataset.columns.{where} is not a template: {error}; write {{{{ for a brace") from None
-    names = []
-    for column, spec, conversion in fields:
-        if column is None:
-            continue
-        if spec or conversion or not column.isidentifier():
-            raise data_error(f"dataset.columns.{where} has {{{column}}}; expected a column's name in braces")
-        names.append(column)
-    return names
 
 
 def _from_messages(values: Mapping[str, Any]) -> Row:

@@ -20,7 +20,8 @@ def test_without_a_deployment_the_error_says_what_to_do(dropforge: Run) -> None:
         assert result.exit_code == 1
         assert result.stderr == (
             f"error: no local stack runs in {Path('build/local').resolve()}, and no project is configured\n"
-            "hint: start one with `dropforge up`, or describe a project in DROPFORGE_* variables or in dropforge.toml\n"
+            "hint: start one with `dropforge up`, go to the directory where you did, or describe a project in "
+            "DROPFORGE_* variables or in dropforge.toml\n"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,21 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        ("a,b\n1,2\n", "few.csv", f"few.csv has 1 rows of columns; expected at least {ENOUGH_ROWS}"),
+        ("a,b\n1,2\n", "few.csv", f"few.csv has 1 row of data; expected at least {ENOUGH_ROWS}"),
+        ("a,b\n", "head-only.csv", f"head-only.csv has no row of data; expected at least {ENOUGH_ROWS}"),
+        ("", "empty.csv", "empty.csv has no row of data"),
+        (
+            "a;b\n" + "1;2\n" * 9,
+            "semicolons.csv",
+            "the columns of semicolons.csv are separated by ';'; expected commas",
+        ),
+        (
+            "a\tb\n1\t2\n",
+            "tabs.tsv",
+            "tabs.tsv has the ending '.tsv'; expected a file of text that ends in .csv, .jsonl, .json",
+        ),
+        ("a,b\n1,2\n", "tickets", "tickets has the ending ''; expected a file of text that ends in .csv"),
+        (None, "none.xlsx", "the data none.xlsx cannot be read: No such file"),
         (
             "a b,team\n" + "a,b\n" * 9,
             "head.csv",
@@ -83,7 +99,7 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
         ),
         ('{"a": 1}\n{"a": \n', "bad.jsonl", "row 2 of bad.jsonl cannot be read: Expecting value"),
         ("a\n" + "1\n" * 9, "one.csv", "one.csv has the columns a; expected a question and an answer"),
-        ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "list.json has 8 rows of columns"),
+        ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "row 1 of list.json is 1; expected an object with columns"),
         (None, "none.csv", "the data none.csv cannot be read: No such file"),
     ],
 )
@@ -96,6 +112,26 @@ def test_a_file_that_cannot_be_trained_on_is_refused(
     assert result.exit_code == 1
     assert expected in result.stderr
     assert not Path("my-job.json").exists()
+
+
+@pytest.mark.parametrize("name", ["rows.csv.gz", "rows.csv"])
+def test_a_compressed_file_is_refused_with_the_command_that_unpacks_it(dropforge: Run, name: str) -> None:
+    Path(name).write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 9))
+    result = dropforge("init", "--data", name)
+    assert result.exit_code == 1
+    assert f"error: {name} is compressed by gzip; expected a file of text" in result.stderr
+    assert f"hint: unpack it: gunzip {name}\n" in result.stderr
+    assert not Path("my-job.json").exists()
+
+
+def test_another_encoding_is_refused_with_the_command_that_mends_it(dropforge: Run) -> None:
+    Path("latin.csv").write_bytes(("ticket,team\n" + "café,a\n" * 9).encode("latin-1"))
+    result = dropforge("init", "--data", "latin.csv")
+    assert "error: latin.csv is not UTF-8: byte 0xe9; expected text in UTF-8" in result.stderr
+    command = result.stderr.split("if it is Latin-1: ")[1].strip()
+    subprocess.run(command, shell=True, check=True)
+    assert Path("new.csv").read_text(encoding="utf-8") == "ticket,team\n" + "café,a\n" * 9
+    assert dropforge("init", "--data", "new.csv").exit_code == 0
 
 
 def test_an_existing_file_stays(dropforge: Run) -> None:

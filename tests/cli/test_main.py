@@ -45,4 +45,9 @@ def test_help_lists_every_command_whole(dropforge: Run) -> None:
 def test_an_unknown_command_is_wrong_usage(dropforge: Run) -> None:
     result = dropforge("nothing")
     assert result.exit_code == 2
-    assert "No such command 'nothing'" in result.output
+    assert "No such command 'nothing'; `dropforge --help` lists them" in result.output
+
+
+def test_a_mistyped_command_is_guessed(dropforge: Run) -> None:
+    assert "No such command 'stauts'; did you mean 'status'?" in dropforge("stauts").output
+    assert "did you mean 'validate'?" in dropforge("valdate", "x.json").output

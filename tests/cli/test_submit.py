@@ -16,6 +16,7 @@ from dropforge.spec import JobSpec
 from dropforge_cli import duplicates, sources
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
+from dropforge_cli.problems import CliError
 from dropforge_cli.sources import SOURCES, prepare
 from dropforge_local.stack.config import StackInfo
 
@@ -70,6 +71,36 @@ def test_a_source_that_takes_minutes_says_so(
     assert clients.storage().bucket("local-data").blob("tiny-gemma3").download_as_bytes() == b"made"
 
 
+def test_no_example_is_made_for_a_spec_that_lacks_something_else(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SOURCES, "gs://local-data/tiny-gemma3", lambda cache: pytest.fail("this takes minutes"))
+    stack = StackInfo(0, 0, "", "", "", "", {})
+    job = JobSpec.model_validate_json(
+        Path(spec("gs://local-data/text-to-sq.jsonl", "gs://local-data/tiny-gemma3")).read_text()
+    )
+    with pytest.raises(CliError) as error:
+        prepare(job, replace(connect(None), stack=stack))
+    assert error.value.message == (
+        "/dataset/source: gs://local-data/text-to-sq.jsonl does not exist: no such bucket; "
+        "did you mean gs://local-data/text-to-sql.jsonl?"
+    )
+    assert error.value.hint == "dropforge put FILE gs://local-data/text-to-sq.jsonl"
+
+
+@pytest.mark.parametrize("command", ["validate", "submit"])
+@pytest.mark.parametrize("source", ["rows.csv", "data/rows", "none.jsonl"])
+def test_a_file_of_this_machine_is_no_source(deployed: Deployed, command: str, source: str) -> None:
+    Path("data").mkdir()
+    for file in ("rows.csv", "data/rows"):
+        Path(file).write_text("a,b\n1,2\n")
+    result = deployed.run(command, spec(source))
+    assert result.exit_code == 1
+    assert f"/dataset/source: a file on this machine, which the training cannot read; found '{source}'" in result.output
+    assert f"`dropforge put {source} gs://BUCKET/{Path(source).name}`" in result.output
+    assert specs() == []
+
+
 def test_what_put_copies_can_be_named(deployed: Deployed) -> None:
     clients.storage().create_bucket("p-data")
     Path("rows.csv").write_text("a,b\n1,2\n")
@@ -86,6 +117,14 @@ def test_put_takes_only_an_object_of_a_bucket(deployed: Deployed, uri: str) -> N
     result = deployed.run("put", EXAMPLE, uri)
     assert result.exit_code == 1
     assert f"the URI is {uri!r}; expected gs://BUCKET/NAME" in result.stderr
+
+
+@pytest.mark.parametrize("bucket", ["Local_Data", "local data", "-data", "d"])
+def test_put_refuses_the_name_of_no_bucket(deployed: Deployed, bucket: str) -> None:
+    result = deployed.run("put", EXAMPLE, f"gs://{bucket}/rows.csv")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: the bucket's name is {bucket!r}; expected lower-case letters")
+    assert f"hint: such as gs://local-data/{EXAMPLE.name}" in result.stderr
 
 
 def test_put_into_a_missing_bucket_is_an_error_of_one_line(deployed: Deployed) -> None:

@@ -55,6 +55,26 @@ def test_a_model_that_does_not_fit_or_a_small_budget_is_refused(
     assert f"spec.json: {expected}" in result.output
 
 
+@pytest.mark.parametrize(
+    ("name", "template", "problem"),
+    [
+        ("prompt", "{question", "not a template: expected '}' before end of string; found \"{question\""),
+        ("completion", "{a.b}", "not a template: {a.b} is not a column's name in braces"),
+        ("system", "{}", "not a template: {} is not a column's name in braces"),
+        ("prompt", "question", 'the same text for every row; found "question"; expected the name of a column'),
+    ],
+)
+def test_a_template_from_which_no_row_is_made_is_refused(
+    dropforge: Run, name: str, template: str, problem: str
+) -> None:
+    document = json.loads(EXAMPLE.read_text())
+    document["dataset"]["columns"] = {"prompt": "{q}", "completion": "{{{a}}}", "system": "Answer.", name: template}
+    Path("spec.json").write_text(json.dumps(document))
+    result = dropforge("validate", "spec.json")
+    assert result.exit_code == 1
+    assert f"spec.json: /dataset/columns/{name}: {problem}" in result.output
+
+
 @pytest.mark.parametrize("command", ["validate", "plan", "submit", "preflight"])
 def test_a_flash_attention_that_the_image_lacks_is_refused_by_every_command(
     dropforge: Run, deployed: Deployed, command: str

@@ -213,6 +213,23 @@ def test_an_unusable_platform_of_the_environment_is_explained(
         registry.platforms.__wrapped__()
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"limits": {"max_duration": 15}},
+            "text: a whole number from 1 to 999999 and a unit (s, m, h or d), such as 90s",
+        ),
+        ({"model": {"source": 7}}, "text in quotes"),
+        ({"labels": {"team": 7}}, "text in quotes"),
+    ],
+)
+def test_a_number_in_place_of_text_is_refused_with_what_the_text_must_be(change: dict[str, Any], expected: str) -> None:
+    [problem] = problems_of(json.dumps({**DOCUMENTS[0], **change}).encode())
+    assert problem.message == "wrong type"
+    assert (problem.expected or "").startswith(expected)
+
+
 def test_a_secret_cannot_replace_a_variable_of_the_startup_script() -> None:
     """The script of a TPU VM exports each secret under the name in the spec."""
     script = (ROOT / "functions" / "dropforge" / "platforms" / "tpu_vm" / "startup.sh").read_text()

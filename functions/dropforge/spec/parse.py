@@ -146,7 +146,8 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
         return SpecProblem(pointer, "malformed value", shown(error["input"]), words_of(context["pattern"]))
     if error["msg"].startswith("Input should be "):
         message = "wrong type" if kind.endswith("_type") else "wrong value"
-        return SpecProblem(pointer, message, shown(error["input"]), error["msg"].removeprefix("Input should be "))
+        expected = _text_in_words(steps) if kind == "string_type" else error["msg"].removeprefix("Input should be ")
+        return SpecProblem(pointer, message, shown(error["input"]), expected)
     length = _LENGTH.fullmatch(error["msg"])
     expected = f"a {length[1].lower()} of {length[2]}" if length else "a value that the schema of a job spec allows"
     return SpecProblem(pointer, error["msg"], shown(error["input"]), expected)
@@ -190,7 +191,18 @@ def schema() -> dict[str, Any]:
     return JobSpec.model_json_schema(by_alias=True)
 
 
+def _text_in_words(path: list[str | int]) -> str:
+    """What the text at a path of the document must be."""
+    patterns = {node["pattern"] for node in _nodes(schema(), path) if "pattern" in node}
+    return " or ".join(f"text: {words_of(pattern)}" for pattern in sorted(patterns)) or "text in quotes"
+
+
 def _allowed(schema: dict[str, Any], path: list[str | int]) -> list[str]:
+    return sorted({name for node in _nodes(schema, path) for name in node.get("properties", {})})
+
+
+def _nodes(schema: dict[str, Any], path: list[str | int]) -> list[dict[str, Any]]:
+    """The parts of the schema, one for each branch of a union, that describe the value at a path of the document."""
     nodes = [schema]
     for step in [*path, None]:
         nodes = [resolved for node in nodes for resolved in _resolve(schema, node)]
@@ -200,7 +212,7 @@ def _allowed(schema: dict[str, Any], path: list[str | int]) -> list[str]:
                 for node in nodes
                 if ("items" in node if isinstance(step, int) else step in node.get("properties", {}))
             ]
-    return sorted({name for node in nodes for name in node.get("properties", {})})
+    return nodes
 
 
 def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]:

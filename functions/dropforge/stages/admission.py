@@ -18,6 +18,7 @@ from dropforge.platforms import get_target
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 from dropforge.spec.policy import Policy, policy_of
+from dropforge.spec.templates import template_problems
 from dropforge.tell.channels import secrets_of
 
 from .ceiling import policy_problems
@@ -41,9 +42,9 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
 
 
 def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> list[SpecProblem]:
-    """What the policy and the rules of size, machine, time and money refuse: everything that no cloud has to answer."""
+    """What the policy and the rules of size, machine, templates, time and money refuse: everything that no cloud has to answer."""
     problems = [*policy_problems(spec, policy), *fit_problems(spec, shape), *machine_problems(spec)]
-    return [*problems, *time_problems(spec), *budget_problems(spec)]
+    return [*problems, *template_problems(spec), *time_problems(spec), *budget_problems(spec)]
 
 
 def _shape(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
