@@ -407,9 +407,12 @@ def free_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Turn off progress bars and advice: they would hide the log, which has one JSON line per stage."""
+    """Turn off progress bars and advice, which would hide the log of one JSON line per stage, and needless imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # bitsandbytes decorates the substitutes of its kernels with torch.compile, whose import takes two seconds. Nothing
+    # here compiles. torch._dynamo.optimize reads the variable.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends the `kernels` package on a CPU
     warnings.filterwarnings("ignore", category=FutureWarning)
     import datasets

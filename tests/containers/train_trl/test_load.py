@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +44,24 @@ def test_a_cpu_computes_qlora_in_the_precision_of_its_plan(tmp_path: Path) -> No
     assert trained_types(built.model) == {torch.bfloat16}  # so TRL has them
     trainer.keep_precision(built.model, plan)
     assert trained_types(built.model) == {torch.float32}
+
+
+def test_training_imports_no_compiler() -> None:
+    """The imports take 2 s of processor time, and nothing compiles."""
+    code = (
+        "import sys\n"
+        "from containers.train_trl.train import quiet_libraries\n"
+        "quiet_libraries()\n"
+        "import bitsandbytes, peft, trl.trainer.sft_trainer\n"
+        "print([name for name in ('torch._inductor.compile_fx', 'functorch.compile') if name in sys.modules])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    paths = f"{ROOT}:{ROOT / 'functions'}"
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def trained_types(model: Any) -> set[Any]:
