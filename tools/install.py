@@ -25,6 +25,7 @@ def main(target: str) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036  (nothing has checked the interpreter before)
         version = ".".join(map(str, sys.version_info[:3]))
         print(f"dropforge needs Python 3.11 or newer; {sys.executable} is {version}", file=sys.stderr)
+        print("hint: name another: make PYTHON=/path/to/python3.12 setup", file=sys.stderr)
         return 1
     directory = ROOT / target
     python = str(directory / "bin" / "python")
