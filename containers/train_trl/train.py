@@ -410,11 +410,14 @@ def quiet_libraries() -> None:
     """Turn off progress bars and advice, which would hide the log of one JSON line per stage, and needless imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # bitsandbytes decorates the substitutes of its kernels with torch.compile, whose import takes two seconds. Nothing
-    # here compiles. torch._dynamo.optimize reads the variable.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends the `kernels` package on a CPU
     warnings.filterwarnings("ignore", category=FutureWarning)
+    import torch
+
+    if not torch.cuda.is_available():
+        # bitsandbytes decorates the substitutes of its kernels with torch.compile, whose import takes two seconds.
+        # Nothing compiles on a CPU. torch._dynamo.optimize reads the variable.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import datasets
     import transformers
 

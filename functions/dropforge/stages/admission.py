@@ -42,7 +42,10 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
 
 
 def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> list[SpecProblem]:
-    """What the policy and the rules of size, machine, templates, time and money refuse: everything that no cloud has to answer."""
+    """What the policy and the rules of size, machine, templates, time and money refuse.
+
+    No rule needs an answer of the cloud.
+    """
     problems = [*policy_problems(spec, policy), *fit_problems(spec, shape), *machine_problems(spec)]
     return [*problems, *template_problems(spec), *time_problems(spec), *budget_problems(spec)]
 
