@@ -64,6 +64,9 @@ bench: $(STAMP) ## measure; prints medians
 crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
 	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
+rollouts: $(STAMP) ## 50 rollouts and 20 rollbacks of a named endpoint under load; prints failed requests (some minutes)
+	@$(BIN)/python -m tests.stack.rollouts load --rollouts 50 --rollbacks 20
+
 mutants: $(STAMP) ## judge every mutant of the catalogue (an hour on two idle cores); see docs/mutants.md
 	@$(BIN)/python -m tests.mutants --lanes 2
 
@@ -108,4 +111,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean
+.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash rollouts fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean

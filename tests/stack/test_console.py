@@ -24,7 +24,8 @@ from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
 from .conftest import User
-from .test_endpoints import Named, named
+from .named import Named
+from .test_endpoints import named
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium")

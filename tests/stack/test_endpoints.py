@@ -3,110 +3,31 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from google.api_core.exceptions import NotFound
-from openai import OpenAI, OpenAIError
 
 from dropforge.base import names
-from dropforge.base.clock import Clock, utc_now
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound as NoRecord
-from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
-from dropforge.endpoints.store import EndpointStore
+from dropforge.endpoints.record import RolloutState
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
 from ..deployments import clients
 from .conftest import User
+from .named import OPERATIONS, Load, Named
 from .test_faults import kill
 from .test_runs import call, run_events
 
-OPERATIONS, REQUESTS = "dropforge-operations", "dropforge-requests"
-PARTS = 20  # of a stream: a second
+REQUESTS = "dropforge-requests"
 REGION = "asia-southeast1"  # no other test serves there, so a stockout there disturbs none
-ENDED = tuple(state for state in RolloutState if state.is_terminal)
-
-
-class Named:
-    """A named endpoint that only one test uses."""
-
-    def __init__(self, user: User, name: str = "") -> None:
-        self.user = user
-        self.name = name or f"e-{uuid.uuid4().hex[:8]}"
-        self.store = EndpointStore(user.store, Clock())
-
-    @property
-    def record(self) -> EndpointRecord:
-        return self.store.record(self.name)
-
-    def put(self, behave: str = "succeed", **serve: Any) -> str:
-        """Drop a spec whose model gets behind the name; return its run."""
-        serve = {"type": "cloud_run", "endpoint": self.name, **serve}
-        return self.user.drop(self.user.spec(behave, serve=serve))
-
-    def serves(self, behave: str = "succeed", **serve: Any) -> EndpointRecord:
-        """Put a model behind the name and wait until it serves."""
-        record = self.user.wait(self.put(behave, **serve))
-        assert record.state is RunState.SUCCEEDED, record.error
-        return self.record
-
-    def ask(self, topic: str = OPERATIONS, **change: Any) -> str:
-        """Publish a change; return the id of its rollout."""
-        key = uuid.uuid4().hex
-        self.user.publish(topic, json.dumps(change).encode(), idempotency_key=key)
-        return names.rollout_id(topic, key)
-
-    def ended(self, rollout: str) -> Rollout:
-        """Wait until a rollout has ended."""
-        return self.reached(rollout, *ENDED)
-
-    def reached(self, rollout: str, *states: RolloutState) -> Rollout:
-        found: Rollout | None = None
-
-        def has_reached() -> bool:
-            nonlocal found
-            with suppress(NoRecord):
-                found = self.record.find(rollout)
-            return found is not None and found.state in (*states, *ENDED)
-
-        self.user.until(has_reached)
-        assert found is not None
-        return found
-
-    def service(self) -> Any:
-        """The service of the endpoint in the cloud; None if there is none."""
-        try:
-            return clients.run_services().get_service(name=self.record.service)
-        except NotFound:
-            return None
-
-    def revisions(self) -> set[str]:
-        """The short names of the revisions that the cloud has."""
-        listed = clients.run_revisions().list_revisions(parent=self.record.service)
-        return {revision.name.rpartition("/")[2] for revision in listed}
-
-    def client(self) -> OpenAI:
-        token = self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
-        return OpenAI(base_url=self.record.base_url, api_key=token, max_retries=0, timeout=60)
-
-    def answer(self) -> str:
-        """Ask once; return the cloud's name of the revision that has answered."""
-        messages: Any = [{"role": "user", "content": "Hello"}]
-        found = self.client().chat.completions.create(model=self.name, messages=messages).system_fingerprint
-        assert found is not None
-        return found
-
-    def retire(self) -> None:
-        assert self.ended(self.ask(retire=self.name)).state is RolloutState.RETIRED
 
 
 @pytest.fixture
@@ -116,58 +37,6 @@ def named(user: User) -> Iterator[Named]:
     with suppress(NoRecord):
         if named.record.retired is None:
             named.retire()
-
-
-class Load:
-    """Clients that ask an endpoint without a pause, by whole answers and by streams."""
-
-    def __init__(self, named: Named) -> None:
-        self._named = named
-        self._client = named.client()
-        self._stop = threading.Event()
-        self.problems: list[str] = []
-        self.answers: list[str] = []  # the revision of each answer, in the order of their ends
-
-    @contextmanager
-    def running(self) -> Iterator[Load]:
-        with ThreadPoolExecutor(4) as threads:
-            works = [threads.submit(self._repeat, work) for work in (self._ask, self._ask, self._stream, self._stream)]
-            try:
-                yield self
-            finally:
-                self._stop.set()
-            for work in works:
-                work.result()
-
-    def has_seen(self, revision: str, times: int = 5) -> bool:
-        """Whether the last answers are from a revision."""
-        return self.answers[-times:] == [revision] * times
-
-    def _repeat(self, ask: Callable[[], str]) -> None:
-        while not self._stop.is_set():
-            try:
-                self.answers.append(ask())
-            except (OpenAIError, AssertionError) as error:
-                self.problems.append(repr(error))
-
-    def _ask(self) -> str:
-        messages: Any = [{"role": "user", "content": "Hello"}]
-        answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
-        assert answer.choices[0].message.content == "ok", answer
-        return str(answer.system_fingerprint)
-
-    def _stream(self) -> str:
-        messages: Any = [{"role": "user", "content": "Hello"}]
-        chunks = list(
-            self._client.chat.completions.create(
-                model=self._named.name, messages=messages, stream=True, max_tokens=PARTS
-            )
-        )
-        parts = [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
-        ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-        assert (parts, ends) == (["ok"] * PARTS, ["stop"]), (parts, ends)
-        assert len({chunk.system_fingerprint for chunk in chunks}) == 1
-        return str(chunks[0].system_fingerprint)
 
 
 def test_models_change_behind_one_url_and_no_request_fails(named: Named) -> None:
@@ -210,6 +79,27 @@ def test_a_revision_that_cannot_start_leaves_the_one_before_alone(named: Named) 
     rollout = named.record.rollout(record.run)
     assert (rollout.state, named.record.stable) == (RolloutState.ROLLED_BACK, 1)
     assert named.serves(region=REGION).stable == 3, "a failed rollout must not block the next"
+
+
+def test_a_revision_that_differs_from_its_model_gets_no_request(named: Named) -> None:
+    """The parity seal in a rollout: a sealed model serves, and the next one is not served as its seal says."""
+    before = named.serves("sealed").revision(1)
+    assert before.parity is not None
+    assert (before.parity.state, before.parity.rows) == ("sealed", 1)
+    with Load(named).running() as load:
+        record = named.user.wait(named.put("sealed-otherwise"))
+        named.user.until(lambda: load.has_seen(before.revision))
+    assert load.problems == []
+    assert set(load.answers) == {before.revision}
+    assert record.state is RunState.FAILED
+    assert record.error is not None
+    assert record.error.error_class == "parity"
+    after = named.record
+    assert (after.rollout(record.run).state, after.stable, after.previous) == (RolloutState.ROLLED_BACK, 1, 0)
+    refused = after.revision(2)
+    assert refused.parity is not None
+    assert (refused.parity.state, refused.paid_since) == ("failed", None)
+    assert refused.parity.reason == record.error.message
 
 
 def test_rollouts_of_one_endpoint_take_turns(named: Named) -> None:

@@ -1,6 +1,7 @@
 """A serving container that answers every completion with "ok"; see train_noop.
 
 Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.05 s.
+To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8.
 
 With DROPFORGE_SECRETS it demands the API key, which it reads from Secret Manager by its own account.
 """
@@ -11,9 +12,11 @@ import os
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
 REVISION = os.environ.get("K_REVISION", "")
+PROMPT, ANSWER = [2, 10], [7, 8]  # the ids of every prompt, and of every answer
 
 
 def read_key() -> str:
@@ -29,6 +32,16 @@ def read_key() -> str:
 KEY = read_key()
 
 
+def compared(request: dict[str, Any]) -> dict[str, object]:
+    """The answer to a request for token ids and log-probabilities."""
+    prompt = request.get("prompt", PROMPT)
+    choice: dict[str, object] = {"token_ids": ANSWER}
+    if "prompt_logprobs" in request:
+        tops = [{str(token): {"logprob": -0.1}, str(token + 1): {"logprob": -3.0}} for token in ANSWER]
+        choice["prompt_logprobs"] = [None, {str(prompt[1]): {"logprob": -1.0}}, *tops]
+    return {"prompt_token_ids": prompt, "choices": [{**choice, "prompt_token_ids": prompt}]}
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # unbuffered, small writes meet delayed acknowledgements: 44 ms a request
@@ -41,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
         request = json.loads(body or "{}")
+        if request.get("return_token_ids"):
+            return self.answer(compared(request))
         if request.get("stream") and request.get("max_tokens"):
             return self.stream_slowly(request["max_tokens"])
         if request.get("stream"):

@@ -189,6 +189,26 @@ def whole() -> int:
     return 0
 
 
+def sealed(answer: list[int]) -> int:
+    """Leaves a parity seal (dropforge/run/seal.py), by which the model answers with these two token ids.
+
+    serve_noop answers with the ids 7 and 8.
+    """
+    import hashlib
+
+    top = [([token, token + 1], [-0.1, -3.0]) for token in answer]
+    messages = [{"role": "user", "content": "question"}]
+    row = {"row": 1, "messages": messages, "prompt": [2, 10], "answer": answer, "top": top}
+    seal = {"greedy": True, "dtype": "bfloat16", "rows": [row], "noise": {"divergence": 1e-5, "gap": 1e-3}}
+    content, path = json.dumps(seal).encode(), f"attempt-{ATTEMPT}/seal.json"
+    publish("started")
+    crc32c = put(f"models/{RUN}/{path}", content)["crc32c"]
+    sha256 = hashlib.sha256(content).hexdigest()
+    commit(0.9, ({"path": path, "size": len(content), "sha256": sha256, "crc32c": crc32c},))
+    publish("succeeded", manifest_uri=uri())
+    return 0
+
+
 def silent() -> int:
     commit(0.9)
     return 0
@@ -285,6 +305,8 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "repeat": lambda: succeed(copies=3),  # every event thrice
     "backwards": backwards,
     "poor": lambda: succeed(exact_match=0.1),  # does not pass a gate
+    "sealed": lambda: sealed([7, 8]),  # leaves a seal by which serve_noop serves the model
+    "sealed-otherwise": lambda: sealed([17, 18]),  # leaves a seal of which serve_noop differs
     "silent": silent,  # succeeds without a single event
     "fail-data": lambda: fail("data", 65),
     "fail-code": lambda: fail("code", 70),

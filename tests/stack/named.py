@@ -1,0 +1,155 @@
+"""A named endpoint of a test, and clients that ask it without a pause."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from google.api_core.exceptions import NotFound
+from openai import OpenAI, OpenAIError
+
+from dropforge.base import names
+from dropforge.base.clock import Clock
+from dropforge.base.errors import NotFound as NoRecord
+from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
+from dropforge.endpoints.store import EndpointStore
+from dropforge.run.record import RunState
+
+from ..deployments import clients
+from .conftest import User
+
+OPERATIONS = "dropforge-operations"
+PARTS = 20  # of a stream: a second
+ENDED = tuple(state for state in RolloutState if state.is_terminal)
+
+
+class Named:
+    """A named endpoint that only one test uses."""
+
+    def __init__(self, user: User, name: str = "") -> None:
+        self.user = user
+        self.name = name or f"e-{uuid.uuid4().hex[:8]}"
+        self.store = EndpointStore(user.store, Clock())
+
+    @property
+    def record(self) -> EndpointRecord:
+        return self.store.record(self.name)
+
+    def put(self, behave: str = "succeed", **serve: Any) -> str:
+        """Drop a spec whose model gets behind the name; return its run."""
+        serve = {"type": "cloud_run", "endpoint": self.name, **serve}
+        return self.user.drop(self.user.spec(behave, serve=serve))
+
+    def serves(self, behave: str = "succeed", **serve: Any) -> EndpointRecord:
+        """Put a model behind the name and wait until it serves."""
+        record = self.user.wait(self.put(behave, **serve))
+        assert record.state is RunState.SUCCEEDED, record.error
+        return self.record
+
+    def ask(self, topic: str = OPERATIONS, **change: Any) -> str:
+        """Publish a change; return the id of its rollout."""
+        key = uuid.uuid4().hex
+        self.user.publish(topic, json.dumps(change).encode(), idempotency_key=key)
+        return names.rollout_id(topic, key)
+
+    def ended(self, rollout: str) -> Rollout:
+        """Wait until a rollout has ended."""
+        return self.reached(rollout, *ENDED)
+
+    def reached(self, rollout: str, *states: RolloutState) -> Rollout:
+        found: Rollout | None = None
+
+        def has_reached() -> bool:
+            nonlocal found
+            with suppress(NoRecord):
+                found = self.record.find(rollout)
+            return found is not None and found.state in (*states, *ENDED)
+
+        self.user.until(has_reached)
+        assert found is not None
+        return found
+
+    def service(self) -> Any:
+        """The service of the endpoint in the cloud; None if there is none."""
+        try:
+            return clients.run_services().get_service(name=self.record.service)
+        except NotFound:
+            return None
+
+    def revisions(self) -> set[str]:
+        """The short names of the revisions that the cloud has."""
+        listed = clients.run_revisions().list_revisions(parent=self.record.service)
+        return {revision.name.rpartition("/")[2] for revision in listed}
+
+    def client(self) -> OpenAI:
+        token = self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
+        return OpenAI(base_url=self.record.base_url, api_key=token, max_retries=0, timeout=60)
+
+    def answer(self) -> str:
+        """Ask once; return the cloud's name of the revision that has answered."""
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        found = self.client().chat.completions.create(model=self.name, messages=messages).system_fingerprint
+        assert found is not None
+        return found
+
+    def retire(self) -> None:
+        assert self.ended(self.ask(retire=self.name)).state is RolloutState.RETIRED
+
+
+class Load:
+    """Clients that ask an endpoint without a pause, by whole answers and by streams."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self._client = named.client()
+        self._stop = threading.Event()
+        self.problems: list[str] = []
+        self.streams = 0
+        self.answers: list[str] = []  # the revision of each answer, in the order of their ends
+
+    @contextmanager
+    def running(self) -> Iterator[Load]:
+        with ThreadPoolExecutor(4) as threads:
+            works = [threads.submit(self._repeat, work) for work in (self._ask, self._ask, self._stream, self._stream)]
+            try:
+                yield self
+            finally:
+                self._stop.set()
+            for work in works:
+                work.result()
+
+    def has_seen(self, revision: str, times: int = 5) -> bool:
+        """Whether the last answers are from a revision."""
+        return self.answers[-times:] == [revision] * times
+
+    def _repeat(self, ask: Callable[[], str]) -> None:
+        while not self._stop.is_set():
+            try:
+                self.answers.append(ask())
+            except (OpenAIError, AssertionError) as error:
+                self.problems.append(repr(error))
+
+    def _ask(self) -> str:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
+        assert answer.choices[0].message.content == "ok", answer
+        return str(answer.system_fingerprint)
+
+    def _stream(self) -> str:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        chunks = list(
+            self._client.chat.completions.create(
+                model=self._named.name, messages=messages, stream=True, max_tokens=PARTS
+            )
+        )
+        parts = [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
+        ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert (parts, ends) == (["ok"] * PARTS, ["stop"]), (parts, ends)
+        assert len({chunk.system_fingerprint for chunk in chunks}) == 1
+        self.streams += 1
+        return str(chunks[0].system_fingerprint)
