@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.endpoints.record import EndpointRecord
+from dropforge.endpoints.store import EndpointStore
 from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.spec import JobSpec
 
@@ -34,6 +36,46 @@ def endpoint_json(record: Record) -> dict[str, Any] | None:
         return None
     calling = {"base_url": record.endpoint.base_url, "token_command": f"dropforge token {record.run}"}
     return {**record.endpoint.model_dump(mode="json"), **calling}
+
+
+def named_of(store: EndpointStore, run: str) -> list[EndpointRecord]:
+    """Return the named endpoints that have a revision with the model of a run; no retired ones."""
+    records = [store.record(name) for name in store.names()]
+    return [record for record in records if not record.retired and _revisions(record, run)]
+
+
+def named_lines(record: EndpointRecord, run: str) -> list[str]:
+    """Return what a named endpoint does with the model of a run, and how the endpoint is called, for people."""
+    number = record.stable if record.stable in _revisions(record, run) else _revisions(record, run)[-1]
+    lines = [f"endpoint {record.name} {record.base_url}".rstrip(), f"  revision {number} {_role(record, number)}"]
+    if number == record.stable:
+        lines.append(f"  call it with `dropforge chat {record.name}` or `dropforge snippet {record.name}`")
+    return lines
+
+
+def named_json(record: EndpointRecord, run: str) -> dict[str, Any]:
+    """Return what a named endpoint does with the model of a run, as JSON for programs."""
+    numbers = _revisions(record, run)
+    return {
+        "name": record.name,
+        "base_url": record.base_url,
+        "revisions": numbers,
+        "serves": record.stable in numbers,
+        "token_command": f"dropforge token {record.name}",
+    }
+
+
+def _revisions(record: EndpointRecord, run: str) -> list[int]:
+    return [revision.number for revision in record.revisions if revision.run == run]
+
+
+def _role(record: EndpointRecord, number: int) -> str:
+    rollout = record.current
+    if number == record.stable:
+        return "serves"
+    if rollout is not None and rollout.revision == number:
+        return f"does not serve yet: {rollout.state}"
+    return "is kept for a rollback" if number == record.previous else "does not serve"
 
 
 def endpoint_of(record: Record) -> Endpoint:

@@ -23,6 +23,7 @@ from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment
+from .endpoints import named_of
 from .problems import CliError
 from .result import show_result
 
@@ -95,7 +96,7 @@ def watch(deployment: Deployment, run: str, out: Console) -> bool:
     except KeyboardInterrupt:
         out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
-    show_result(record, utc_now(), out)
+    show_result(record, named_of(deployment.context.endpoints, run), utc_now(), out)
     return record.state is RunState.SUCCEEDED
 
 

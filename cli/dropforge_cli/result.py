@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 
 from rich.console import Console
 
 from dropforge.base.figures import number, usd
+from dropforge.endpoints.record import EndpointRecord
 from dropforge.run.record import Endpoint, Record
 
 from .display import joined
-from .endpoints import call_lines
+from .endpoints import call_lines, named_lines
 
 
-def show_result(record: Record, now: datetime, out: Console) -> None:
-    """Print why a run did not succeed, its metrics, its endpoint, and its cost so far."""
+def show_result(record: Record, named: Iterable[EndpointRecord], now: datetime, out: Console) -> None:
+    """Print why a run did not succeed, its metrics, its endpoints (`named`: the named ones), and its cost so far."""
     show_reason(record, out)
     if parts := _metrics(record.metrics):
         out.print(joined(parts, out.width))
@@ -23,6 +25,9 @@ def show_result(record: Record, now: datetime, out: Console) -> None:
         out.print(f"  model {record.endpoint.model}, {_lifetime(record.endpoint, now)}")
         for line in call_lines(record):
             out.print(f"  {line}", soft_wrap=True)
+    for endpoint in named:
+        for line in named_lines(endpoint, record.run):
+            out.print(line, soft_wrap=True)
     if record.attempts:
         training, serving = record.training_cost(now), record.serving_cost(now)
         parts = [f"training {usd(training)}"] + ([] if serving == 0 else [f"endpoint at most {usd(serving)}"])

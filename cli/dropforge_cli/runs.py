@@ -15,13 +15,14 @@ from dropforge.base.clock import utc_now
 from dropforge.base.errors import Malformed, NotFound
 from dropforge.base.figures import age, duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.endpoints.record import EndpointRecord
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
 from .display import counted, joined, stderr, stdout, table, titled, working
-from .endpoints import endpoint_json
+from .endpoints import endpoint_json, named_json, named_of
 from .follow import Follower, Snapshot, bar, describe_wait, watch
 from .listing import FIELDS, READERS, Filter, columns, fitting, in_order, read_specs
 from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
@@ -101,13 +102,15 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     if is_followed:
         watch(deployment, record.run, stderr() if as_json else stdout())
         record = store.record(record.run)
+    named = named_of(deployment.context.endpoints, record.run)
     if as_json:
         spec = read_specs(store, [record])[record.run]
-        echo_json(record_json(record, utc_now(), spec, store.ledger_of(record)))
+        behind = {"named_endpoints": [named_json(endpoint, record.run) for endpoint in named]}
+        echo_json({**record_json(record, utc_now(), spec, store.ledger_of(record)), **behind})
     elif not is_followed:
         snapshot = Follower(store, record.run).snapshot()
         assert snapshot is not None, "a record is never deleted"
-        show(snapshot, store.ledger_of(snapshot.record), stdout())
+        show(snapshot, named, store.ledger_of(snapshot.record), stdout())
     if watched and record.state is not RunState.SUCCEEDED:
         raise SystemExit(FAILED)
 
@@ -211,7 +214,7 @@ def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Led
     return {**record.model_dump(mode="json"), **computed}
 
 
-def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
+def show(snapshot: Snapshot, named: list[EndpointRecord], ledger: Ledger, out: Console) -> None:
     """Print a run for people."""
     record, now = snapshot.record, utc_now()
     out.print(titled(record.run, f"{record.name}  {record.state}"))
@@ -225,7 +228,7 @@ def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
     if snapshot.progress is not None and record.state is RunState.TRAINING:
         out.print(bar(snapshot.progress))
     _show_attempts(record, now, out)
-    show_result(record, now, out)
+    show_result(record, named, now, out)
     if ledger.entries:
         out.print(titled("resources"))
     for entry in ledger.entries:  # a line of its own width: a resource name can be copied

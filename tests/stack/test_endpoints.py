@@ -94,6 +94,8 @@ def test_a_revision_that_differs_from_its_model_gets_no_request(named: Named) ->
     assert record.state is RunState.FAILED
     assert record.error is not None
     assert record.error.error_class == "parity"
+    headline = f":warning: noop was not put behind endpoint {named.name}"
+    assert headline in named.user.slack(record.run, "noop failed")
     after = named.record
     assert (after.rollout(record.run).state, after.stable, after.previous) == (RolloutState.ROLLED_BACK, 1, 0)
     refused = after.revision(2)
@@ -137,9 +139,9 @@ def test_an_old_model_is_served_again_without_training(named: Named) -> None:
     assert named.record.revision(1).run == run
     assert named.answer() == named.record.revision(1).revision
     headlines = named.user.slack(run, f"serves behind endpoint {named.name}")
-    assert [headline.removeprefix(":warning: ") for headline in headlines[-2:]] == [
-        f"noop is being put behind endpoint {named.name}",
-        f"noop serves behind endpoint {named.name}",
+    assert headlines[-2:] == [
+        f":arrows_counterclockwise: noop is being put behind endpoint {named.name}",
+        f":white_check_mark: noop serves behind endpoint {named.name}",
     ]
     named.user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
     named.user.until(lambda: (e := named.user.store.record(run).endpoint) is not None and e.ended)
@@ -284,11 +286,17 @@ def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
     (listed,) = [each for each in json.loads(ran(user, "endpoints", "--json")) if each["name"] == named.name]
     assert (listed["base_url"], listed["stable"], listed["state"]) == (named.record.base_url, 1, "SERVING")
     assert named.name in ran(user, "endpoints")
+    status = ran(user, "status", run)
+    assert f"endpoint {named.name} {named.record.base_url}\n  revision 1 serves\n" in status
+    assert f"call it with `dropforge chat {named.name}`" in status
+    (behind,) = json.loads(ran(user, "status", run, "--json"))["named_endpoints"]
+    assert (behind["name"], behind["serves"], behind["base_url"]) == (named.name, True, named.record.base_url)
     assert ran(user, "token", named.name).strip() == user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
     assert named.record.base_url in ran(user, "snippet", named.name)
     assert ran(user, "chat", named.name, "Hello") == "ok\n"
     assert "has no model before the present one" in ran(user, "rollback", named.name, fails=True)
     named.serves(region="us-central1")
+    assert "revision 1 is kept for a rollback" in ran(user, "status", run)
     assert "answers with revision 1" in ran(user, "rollback", named.name)
     assert "never expires" in ran(user, "extend", named.name, "never")
     assert "expected how long" in ran(user, "extend", named.name, "soon", fails=True)

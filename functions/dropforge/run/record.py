@@ -173,12 +173,21 @@ class Parity(Stored):
         return self.state != "checking"
 
 
+class Tone(StrEnum):
+    """How a channel marks a notice."""
+
+    WARNING = "warning"
+    NEWS = "news"  # something has begun, or has ended as a user wanted
+    SUCCESS = "success"
+
+
 class Notice(NamedTuple):
     """A message to people about a run that continues, sent once. `key` is unique within the run."""
 
     key: str
     headline: str
     text: str
+    tone: Tone = Tone.WARNING
 
 
 class Queued(Stored):

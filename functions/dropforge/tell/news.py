@@ -16,7 +16,7 @@ from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.money import short_endpoint
 from dropforge.run.events import RunEvent
-from dropforge.run.record import Endpoint, Notice, Record, RunState
+from dropforge.run.record import Endpoint, Notice, Record, RunState, Tone
 from dropforge.spec import JobSpec
 
 from .run_events import notice_event, state_event
@@ -58,7 +58,8 @@ class Line(NamedTuple):
 class News(NamedTuple):
     """A message for every channel. `event` is the run event about the same; its id is the id of the message.
 
-    `link` is the page of the run in the console, or "". `error_class` says why the run failed.
+    `link` is the page of the run in the console, or "". `error_class` says why the run failed. `tone` is that of a
+    notice.
     """
 
     event: RunEvent
@@ -67,6 +68,7 @@ class News(NamedTuple):
     lines: tuple[Line, ...]
     link: str = ""
     error_class: ErrorClass | None = None
+    tone: Tone = Tone.WARNING
 
     @property
     def is_notice(self) -> bool:
@@ -93,7 +95,7 @@ def notice_news(record: Record, notice: Notice, settings: Settings, now: datetim
     """The message for a notice."""
     lines = (Line("", one_line(notice.text)),)
     event, title = notice_event(record, notice, now), _title(record, notice.headline)
-    return News(event, record.state, title, lines, _page(record, settings))
+    return News(event, record.state, title, lines, _page(record, settings), tone=notice.tone)
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:

@@ -20,7 +20,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.context import Context
-from dropforge.run.record import RunState
+from dropforge.run.record import RunState, Tone
 from dropforge.spec import JobSpec
 
 from .channel import Failure
@@ -39,6 +39,7 @@ _EMOJI = {
     RunState.FAILED: ":x:",
     RunState.CANCELLED: ":black_square_for_stop:",
 }
+_TONES = {Tone.WARNING: ":warning:", Tone.NEWS: ":arrows_counterclockwise:", Tone.SUCCESS: ":white_check_mark:"}
 # https://docs.slack.dev/reference/methods/chat.postMessage: errors after which the same call may succeed.
 _MAY_PASS = frozenset(
     {"fatal_error", "internal_error", "ratelimited", "rate_limited", "request_timeout", "service_unavailable"}
@@ -76,7 +77,7 @@ def address_of(spec: JobSpec | None, settings: Settings) -> Address | None:
 
 def message_of(news: News) -> Message:
     """The Slack message for a message."""
-    emoji = ":warning:" if news.is_notice else _EMOJI[news.state]
+    emoji = _TONES[news.tone] if news.is_notice else _EMOJI[news.state]
     where = f"run `{news.event.run}` · {news.event.id}"
     return Message(_escaped(news.title), [_header(f"{emoji} {news.title}"), *_sections(news), _context(where)])
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
-from dropforge.run.record import Notice
+from dropforge.run.record import Notice, Tone
 from dropforge.tell.everybody import warn
 
 TRIED_FOR = timedelta(minutes=2)  # after the end of a rollout: a channel that fails for longer gets no message
@@ -34,16 +34,18 @@ def notice_of(record: EndpointRecord, rollout: Rollout) -> Notice:
             key,
             f"serves {again}behind {name}",
             f"{record.base_url} answers with revision {rollout.revision}, as model {record.name}; {how}",
+            Tone.SUCCESS,
         )
     if rollout.state is RolloutState.ROLLED_BACK:
         why = rollout.error.message if rollout.error else "the rollout failed"
         stays = f"revision {record.stable} serves as before" if record.stable else "nothing serves behind the name"
         return Notice(key, f"was not put behind {name}", f"{why}; {stays}")
     if rollout.state is RolloutState.RETIRED:
-        return Notice(key, f"no longer serves: {name} was retired", f"{record.url or name} does not answer any more")
+        text = f"{record.url or name} does not answer any more"
+        return Notice(key, f"no longer serves: {name} was retired", text, Tone.NEWS)
     stays = f"revision {record.stable} serves until then" if record.stable else "it is the first revision"
     text = f"revision {rollout.revision} is started and compared with its model; {stays}"
-    return Notice(key, f"is being put behind {name}", text)
+    return Notice(key, f"is being put behind {name}", text, Tone.NEWS)
 
 
 def _last(record: EndpointRecord) -> int:
