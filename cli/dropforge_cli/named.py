@@ -10,15 +10,17 @@ import json
 import re
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import click
+from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
-from dropforge.spec.parts import DURATION
+from dropforge.spec.parts import DURATION, Canary
 
 from .deployment import Deployment, connect
 from .display import stdout, table, working
@@ -65,8 +67,14 @@ def endpoints(everything: bool, as_json: bool, state: str | None) -> None:
 @click.command()
 @run_argument
 @click.option("--as", "name", required=True, metavar="NAME", help="The endpoint that gets the model.")
+@click.option(
+    "--canary",
+    metavar="FIELDS",
+    help="A share of the requests first, such as `percent=10,for=30m,max_error_rate=0.01,max_latency_ratio=2`; `none`: "
+    "every request at once. Default: serve.canary of the run's spec.",
+)
 @state_option
-def serve(run: str, name: str, state: str | None) -> None:
+def serve(run: str, name: str, canary: str | None, state: str | None) -> None:
     """Put the model of a finished run behind a named endpoint, without training.
 
     RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`.
@@ -75,7 +83,8 @@ def serve(run: str, name: str, state: str | None) -> None:
     record = find_run(deployment.store, run)
     if not names.is_endpoint_name(name):
         raise CliError(f"{name!r} is not the name of an endpoint", f"{PAGE}#names says which names are allowed")
-    _change(deployment, name, serve={"run": record.run, "endpoint": name})
+    wanted = {} if canary is None else {"canary": canary_fields(canary)}
+    _change(deployment, name, serve={"run": record.run, "endpoint": name, **wanted})
 
 
 @click.command()
@@ -122,6 +131,32 @@ def retire(name: str, state: str | None) -> None:
     deployment = connect(state)
     find_endpoint(deployment, name)
     _change(deployment, name, retire=name)
+
+
+def canary_fields(text: str) -> dict[str, Any] | None:
+    """Return the fields of `serve.canary` in a text like `percent=10,for=30m`; None for "none". Raises CliError."""
+    if text == "none":
+        return None
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        fields[name.strip()] = _number(value.strip())
+    try:
+        Canary.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        expected = "percent=10,for=30m,max_error_rate=0.01,max_latency_ratio=2, or some of these fields"
+        raise CliError(f"--canary {text!r}: {where}: {problem['msg']}; expected {expected}", f"{PAGE}#canary") from None
+    return fields
+
+
+def _number(value: str) -> int | float | str:
+    """The number in a text; the text if it is none."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def find_endpoint(deployment: Deployment, name: str) -> EndpointRecord:

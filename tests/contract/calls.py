@@ -73,6 +73,7 @@ PATHS = {
     f"/{EXECUTIONS}/CreateExecution": f"{STARTED}.create",
     f"/{EXECUTIONS}/GetExecution": f"{STARTED}.get",
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
+    r"GET /v3/projects/[^/]+/timeSeries": "monitoring.projects.timeSeries.list",
     r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }

@@ -44,6 +44,20 @@ def test_a_promotion_keeps_the_revision_before_for_a_rollback() -> None:
     assert (back.stable, back.previous) == (1, 2), "a second rollback returns to the newer model"
 
 
+def test_a_rollback_during_a_canary_returns_to_the_revision_that_serves() -> None:
+    """Not to the one before it, which no user had in mind. Without a canary, nothing is ended."""
+    record = promoted(promoted(endpoint(), "a", 1, T0), "b", 2, T0)
+    canary = deploying(record, "c", 3, T0).entered("c", RolloutState.CHECKING, T0).watches("c", T0 + HOUR, T0)
+    ended, found = canary.without_canary(WRONG, T0)
+    assert (found, ended.rollout("c").state, ended.rollout("c").error) == ("c", RolloutState.UNDOING, WRONG)
+    undone = ended.undone("c", T0)
+    asked_back = undone.with_rollout(Rollout(id="d", kind="rollback", who="me", requested=T0, ends=found))
+    back = asked_back.returns("d", T0 + HOUR, T0).shifts("d", T0 + HOUR, T0).promoted("d", URL, None, T0)
+    assert (back.stable, back.previous) == (2, 1)
+    assert [revision.number for revision in back.revisions if revision.paid_since] == [2]
+    assert record.without_canary(WRONG, T0) == (record, "")
+
+
 def test_a_revision_costs_money_from_its_rollout_until_another_serves() -> None:
     record = promoted(promoted(endpoint(), "a", 1, T0), "b", 2, T0 + HOUR)
     later = T0 + 4 * HOUR

@@ -101,6 +101,12 @@ class Named:
         assert self.ended(self.ask(retire=self.name)).state is RolloutState.RETIRED
 
 
+def is_told(named: Named, run: str, headline: str) -> bool:
+    """Wait until Slack has a message about a run, wherever it stands among the others; whether it has it once."""
+    named.user.until(lambda: headline in named.user.slack(run, ""))
+    return named.user.slack(run, "").count(headline) == 1
+
+
 class Load:
     """Clients that ask an endpoint without a pause, by whole answers and by streams."""
 

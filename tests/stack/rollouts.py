@@ -39,7 +39,12 @@ from .conftest import NOOP_CONFIG, User, user_of
 from .crash import ENOUGH, Harness, Result, zygote
 from .named import OPERATIONS, Load, Named
 
-LIVES = {"deploy": RolloutState.PROMOTED, "rollback": RolloutState.PROMOTED, "refused": RolloutState.ROLLED_BACK}
+LIVES = {
+    "deploy": RolloutState.PROMOTED,
+    "canary": RolloutState.PROMOTED,
+    "rollback": RolloutState.PROMOTED,
+    "refused": RolloutState.ROLLED_BACK,
+}
 KILLS = ("stack", "functions")
 LEAST = 5  # answers of the model that serves after a rollout
 
@@ -129,8 +134,9 @@ class RolloutHarness(Harness):
             return run
         serving = before.revision(before.stable).run
         model = next(run for run in self.runs if run != serving)
-        request = {"serve": {"run": model, "endpoint": self.named.name}}
-        change: dict[str, Any] = request if death.life == "deploy" else {"rollback": self.named.name}
+        wanted = {"canary": {"percent": 50, "for": "1s", "max_latency_ratio": 100}} if death.life == "canary" else {}
+        request = {"serve": {"run": model, "endpoint": self.named.name, **wanted}}
+        change: dict[str, Any] = {"rollback": self.named.name} if death.life == "rollback" else request
         self._post("_local/crash", armed)
         key, topic = uuid.uuid4().hex, self.user.settings.topic(OPERATIONS)
         message = {"data": b64encode(json.dumps(change).encode()).decode(), "attributes": {"idempotency_key": key}}

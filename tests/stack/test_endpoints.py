@@ -22,7 +22,7 @@ from dropforge_cli.main import cli
 
 from ..deployments import clients
 from .conftest import User
-from .named import OPERATIONS, Load, Named
+from .named import OPERATIONS, Load, Named, is_told
 from .test_faults import kill
 from .test_runs import call, run_events
 
@@ -94,8 +94,7 @@ def test_a_revision_that_differs_from_its_model_gets_no_request(named: Named) ->
     assert record.state is RunState.FAILED
     assert record.error is not None
     assert record.error.error_class == "parity"
-    headline = f":warning: noop was not put behind endpoint {named.name}"
-    assert headline in named.user.slack(record.run, "noop failed")
+    assert is_told(named, record.run, f":warning: noop was not put behind endpoint {named.name}")
     after = named.record
     assert (after.rollout(record.run).state, after.stable, after.previous) == (RolloutState.ROLLED_BACK, 1, 0)
     refused = after.revision(2)

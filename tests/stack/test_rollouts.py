@@ -18,7 +18,13 @@ from .zygote import Zygote
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SEED = 9
 FEWEST = 12  # the number of commits of the shortest rollout
-DEATHS = [("deploy", "stack"), ("deploy", "functions"), ("rollback", "stack"), ("refused", "functions")]
+DEATHS = [
+    ("deploy", "stack"),
+    ("deploy", "functions"),
+    ("canary", "stack"),
+    ("rollback", "stack"),
+    ("refused", "functions"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ module does.
     WEBHOOK_EMULATOR_HOST          http://host:port   (the one address outside of the internet that a webhook may have)
     SMTP_EMULATOR_HOST             host:port          (likewise for a mail server)
     TELEMETRY_EMULATOR_HOST        http://host:port   (Google Cloud's Telemetry API)
+    MONITORING_EMULATOR_HOST       http://host:port   (Cloud Monitoring)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
 Each SDK is imported when its client is first made: an import costs 0.3-0.6 s and 60-70 MB, and most functions need one
@@ -213,6 +214,12 @@ class Clients:
         """
         endpoint = self.environment.get("COMPUTE_EMULATOR_HOST", "https://compute.googleapis.com")
         return self._session("COMPUTE_EMULATOR_HOST"), f"{endpoint}/compute/v1"
+
+    @_once
+    def monitoring(self) -> tuple[Any, str]:
+        """A requests session that may call Cloud Monitoring, and the URL below which its API is: for one call."""
+        endpoint = self.environment.get("MONITORING_EMULATOR_HOST", "https://monitoring.googleapis.com")
+        return self._session("MONITORING_EMULATOR_HOST"), f"{endpoint}/v3"
 
     def _kubernetes(self, host: str, authority: str) -> Any:
         """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 from dropforge.base.errors import Conflict, NotFound
+from dropforge.platforms.named import Counted
 from dropforge.run.record import Parity, RunError, Stored
 
 KEPT_ROLLOUTS = 100  # ended ones that a record names
@@ -24,6 +25,7 @@ class RolloutState(StrEnum):
     QUEUED = "QUEUED"  # another rollout of the endpoint has not ended
     DEPLOYING = "DEPLOYING"  # the platform starts the revision, which has no share
     CHECKING = "CHECKING"  # the revision is asked for a completion, and compared with its model
+    WATCHING = "WATCHING"  # the revision is a canary: it has a share of the requests
     SHIFTING = "SHIFTING"  # the revision gets the requests
     UNDOING = "UNDOING"  # the rollout has failed: the revision before gets every request
     RETIRING = "RETIRING"  # the endpoint is deleted
@@ -45,7 +47,8 @@ _ALLOWED = {
         RolloutState.ROLLED_BACK,
     },
     RolloutState.DEPLOYING: {RolloutState.CHECKING, RolloutState.UNDOING},
-    RolloutState.CHECKING: {RolloutState.SHIFTING, RolloutState.UNDOING},
+    RolloutState.CHECKING: {RolloutState.WATCHING, RolloutState.SHIFTING, RolloutState.UNDOING},
+    RolloutState.WATCHING: {RolloutState.SHIFTING, RolloutState.UNDOING},
     RolloutState.SHIFTING: {RolloutState.PROMOTED, RolloutState.UNDOING},
     RolloutState.UNDOING: {RolloutState.ROLLED_BACK},
     RolloutState.RETIRING: {RolloutState.RETIRED},
@@ -98,8 +101,31 @@ class Revision(Stored):
         return self.model_copy(update={"paid_since": None, "spent_usd": self.cost(now) or 0.0})
 
 
+class Canary(Stored):
+    """The share of the requests that a revision gets first, for how long, and how well it must answer them.
+
+    The fields are those of `serve.canary` of a spec.
+    """
+
+    percent: int
+    seconds: int
+    max_error_rate: float
+    max_latency_ratio: float
+
+
+class Seen(Stored):
+    """What a canary and the revision before have answered since the canary has its share."""
+
+    canary: Counted
+    before: Counted
+
+
 class Rollout(Stored):
-    """One change of an endpoint. `revision` is the number of the revision that it promotes; 0 before it began."""
+    """One change of an endpoint. `revision` is the number of the revision that it promotes; 0 before it began.
+
+    `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
+    that the request for a rollback has ended: the revision that serves then keeps serving.
+    """
 
     id: str
     kind: Kind
@@ -116,6 +142,10 @@ class Rollout(Stored):
     ended: datetime | None = None
     wait_reason: str = ""
     error: RunError | None = None
+    canary: Canary | None = None
+    watched: datetime | None = None
+    seen: Seen | None = None
+    ends: str = ""
 
     def entered(self, state: RolloutState, now: datetime) -> Rollout:
         """This rollout in `state`. Raises Conflict if `state` cannot follow the present state."""
@@ -238,11 +268,40 @@ class EndpointRecord(Stored):
         return self.model_copy(update={"revisions": [*revisions, revision.paid(now)]}).with_rollout(begun)
 
     def returns(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
-        """This record with a rollout that goes back to the previous revision. Raises NotFound if there is none."""
-        revision = self.revision(self.previous)
+        """This record with a rollout that goes back to the previous revision, or from a canary to the one that serves.
+
+        Raises NotFound if there is none.
+        """
+        revision = self.revision(self.back(self.rollout(rollout)))
         begun = self.rollout(rollout).entered(RolloutState.CHECKING, now)
         begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
         return self.with_revision(revision.number, lambda each: each.paid(now)).with_rollout(begun)
+
+    def back(self, rollout: Rollout) -> int:
+        """The number of the revision to which a rollback returns; 0: there is none."""
+        return self.stable if rollout.ends else self.previous
+
+    def without_canary(self, error: RunError, now: datetime) -> tuple[EndpointRecord, str]:
+        """This record after a request has ended the canary, and the rollout of the canary; "" if there is none."""
+        current = self.current
+        if current is None or current.state is not RolloutState.WATCHING:
+            return self, ""
+        return self.failed(current.id, error, now), current.id
+
+    def watches(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
+        """This record with a rollout whose revision becomes a canary."""
+        found = self.rollout(rollout).entered(RolloutState.WATCHING, now)
+        return self.with_rollout(found.model_copy(update={"deadline": deadline}))
+
+    def with_share(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record with the time at which the revision of a rollout got its share; a noted time stays."""
+        found = self.rollout(rollout)
+        return self.with_rollout(found.model_copy(update={"watched": found.watched or now}))
+
+    def shifts(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
+        """This record with a rollout whose revision gets every request."""
+        found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
+        return self.with_rollout(found.model_copy(update={"deadline": deadline, "wait_reason": ""}))
 
     def promoted(self, rollout: str, url: str, expires: datetime | None, now: datetime) -> EndpointRecord:
         """This record after the revision of a rollout got every request."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
+from dropforge.run.record import Stored
 
 from .serving import Deployment
 from .training import Waits
@@ -46,6 +48,19 @@ class Reached(NamedTuple):
     endpoint_url: str
 
 
+class Counted(Stored):
+    """The requests that a revision has got, those of them that failed with a status of 500 or more, and the 95th
+    percentile of their latencies in milliseconds (None: no request)."""
+
+    requests: int = 0
+    errors: int = 0
+    latency_ms: float | None = None
+
+    @property
+    def error_rate(self) -> float:
+        return self.errors / self.requests if self.requests else 0.0
+
+
 class NamedServer(Protocol):
     """A place that has named endpoints. Verbs raise CloudError when a Google API refuses or fails.
 
@@ -70,6 +85,12 @@ class NamedServer(Protocol):
 
     def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
         """Advance towards these shares; True once the platform reports them."""
+
+    def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
+        """What the platform has counted since a time, by the cloud's names of the revisions.
+
+        A count may be minutes late. A revision without a request may be missing.
+        """
 
     def prune(self, cloud: Cloud, service: str, kept: set[str]) -> None:
         """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays."""

@@ -16,7 +16,7 @@ from dropforge.base import names
 
 from . import registry
 from .machine import Machine
-from .parts import EndpointName, Part, Wrong, seconds
+from .parts import Canary, EndpointName, Part, Wrong, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,6 +146,11 @@ class ServeSpec(_Typed):
         description="The name of an endpoint that outlives the run: the model is put behind its URL, in place of the "
         "model before. Only serve.type cloud_run takes a name so far. Default: the endpoint is the run's own.",
     )
+    canary: Canary | None = Field(
+        default=None,
+        description="The model first gets a share of the requests of `endpoint`, and the rest once it has answered its "
+        "share well. Default: every request at once.",
+    )
     sampling: Literal["greedy", "base_model"] = Field(
         default="greedy",
         description="What a request without sampling parameters gets: the greedy answer, as in the evaluation, or the "
@@ -168,6 +173,9 @@ class ServeSpec(_Typed):
     @model_validator(mode="after")
     def _may_have_the_name(self) -> Self:
         if self.endpoint is None:
+            if self.canary is not None:
+                message, expected = "a canary needs an endpoint that outlives the run", "serve.endpoint, or no canary"
+                raise Wrong("/canary", message, "serve.endpoint is missing", expected)
             return self
         if not self.takes_names:
             able = [cls.type_name() for cls in registry.classes("serve") if cls.takes_names]

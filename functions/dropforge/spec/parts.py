@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -130,3 +130,29 @@ def check_source(value: str) -> str:
 def shown(value: Any) -> str:
     """A value as a reader should see it: JSON, short, without credentials."""
     return cut(json.dumps(value, ensure_ascii=False, default=str), 120)
+
+
+class Canary(Part):
+    """How a new model of a named endpoint shows that it answers users well, before it gets every request."""
+
+    percent: int = Field(default=10, ge=1, le=50, description="The share of the requests that the new model gets.")
+    lasts: Duration = Field(default="10m", alias="for", description="How long it has this share. At most 1d.")
+    max_error_rate: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="The largest part of its requests that may fail on the server's side (5xx), unless as large a part "
+        "fails of the model before.",
+    )
+    max_latency_ratio: float = Field(
+        default=2.0,
+        ge=1,
+        le=100,
+        description="The 95th percentile of its latencies, as a multiple of that of the model before, at most.",
+    )
+
+    @model_validator(mode="after")
+    def _lasts_a_day_at_most(self) -> Canary:
+        if seconds(self.lasts) > _UNIT_SECONDS["d"]:
+            raise Wrong("/for", "longer than a canary may last", self.lasts, "at most 1d")
+        return self

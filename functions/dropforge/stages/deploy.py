@@ -11,7 +11,7 @@ from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
 from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
-from dropforge.run.record import Endpoint, Record, ResourceState, RunState
+from dropforge.run.record import Endpoint, Record, ResourceState, RunError, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
@@ -19,6 +19,7 @@ from .answers import Failed, Pending, Ready, Superseded, failed, superseded
 from .completion import completion_problem
 from .looks import next_look_since
 from .parity import compare
+from .rollout.canary import canary_of
 from .rollout.requests import Refused, put_behind
 from .waits import cancelled_while, note_endpoint_wait
 
@@ -68,7 +69,8 @@ def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer
     assert spec.serve.endpoint is not None, "the caller has looked"
     who = f"run {record.run}"
     try:
-        endpoint = put_behind(context, record, spec, spec.serve.endpoint, record.run, who, record.topic)
+        canary = canary_of(spec.serve.canary)
+        endpoint = put_behind(context, record, spec, spec.serve.endpoint, record.run, who, record.topic, canary)
     except Refused as refused:
         return failed(ErrorClass.CONFIG, refused.message, refused.hint)
     rollout, now = endpoint.rollout(record.run), context.now()
@@ -76,8 +78,8 @@ def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer
         _note_rollout(context, record, endpoint, rollout)
         return Ready(url=endpoint.url)
     if rollout.state.is_terminal:
-        error = rollout.error
-        return failed(error.error_class if error else ErrorClass.CODE, f"{error.message if error else rollout.state}")
+        error = rollout.error or RunError(error_class=ErrorClass.CODE, message=f"its rollout is {rollout.state}")
+        return failed(error.error_class, error.message, error.hint)
     note_endpoint_wait(context, record, rollout.wait_reason or f"its rollout is {rollout.state}", _began(record))
     usual = context.platforms.start_seconds(spec.serve.type)
     deadline = now + timedelta(hours=1)  # the rollout has a deadline of its own, and others may come before it

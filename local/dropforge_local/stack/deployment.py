@@ -94,6 +94,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "SLACK_EMULATOR_HOST": http,
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
         "TELEMETRY_EMULATOR_HOST": http,
+        "MONITORING_EMULATOR_HOST": http,
         "DROPFORGE_EMULATOR_TOKEN": token,
         "DROPFORGE_PROJECT": PROJECT,
         "DROPFORGE_LOCATION": LOCATION,

@@ -39,6 +39,7 @@ from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
 from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
+from dropforge_local.emulators.monitoring import MonitoringEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
@@ -133,6 +134,7 @@ class Stack:
         self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.telemetry,
+            self.monitoring,
             self.compute, self.tpu, self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash,
             Certificates(self.identity), Tokens(self.identity, _caller_of),
         ]  # fmt: skip
@@ -166,6 +168,7 @@ class Stack:
             authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
+        self.monitoring = MonitoringEmulator(self.cloudrun.counts)
         self.compute = ComputeEmulator(
             self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
         )

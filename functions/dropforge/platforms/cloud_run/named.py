@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from dropforge.base import names
@@ -17,10 +18,11 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
-from dropforge.platforms.named import Candidate, Reached, Share, check_owner, owner_labels, revision_labels
+from dropforge.platforms.named import Candidate, Counted, Reached, Share, check_owner, owner_labels, revision_labels
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Waits
 
+from .counting import counted
 from .preview import with_launch_stage
 from .serve import KIND, LOOK_SECONDS, READY_WAIT_SECONDS, CloudRunService, deployment_failure, revision_template
 from .spec import CloudRunServe
@@ -67,6 +69,12 @@ class NamedService:
             if _listed(found.traffic) != _listed_json(traffic):
                 _update(cloud, found, {"traffic": traffic})
             return bool(_wait(cloud, service, lambda now: _listed(now.traffic_statuses) == _listed_json(traffic)))
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
+        try:
+            return counted(cloud, service, since)
         except client_errors() as error:
             raise classify(error) from error
 

@@ -11,9 +11,9 @@ from hashlib import sha256
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.redact import cut
 from dropforge.context import Context
-from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState
+from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
 from dropforge.money import serving_price
-from dropforge.platforms.named import Candidate, Reached, Share
+from dropforge.platforms.named import Candidate, Counted, Reached, Share
 from dropforge.platforms.serving import START_HINT, Deployment
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.artifacts import read_manifest
@@ -25,6 +25,7 @@ from dropforge.stages.completion import completion_problem
 from dropforge.stages.looks import next_look_since
 from dropforge.stages.parity import compare
 
+from . import canary
 from .answers import Promoted, Retired, RolledBack, Superseded
 from .requests import nothing_before
 from .telling import tell
@@ -85,10 +86,10 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         revision, deadline = _revision(context, record, mine, spec), now + _patience(spec)
         record = context.endpoints.update(record.name, lambda r: r.began(mine.id, revision, deadline, now))
         tell(context, record, record.rollout(mine.id))
-    elif not record.previous:
+    elif not (number := record.back(mine)):
         _fail(context, record, mine, ErrorClass.CONFIG, nothing_before(record))
     else:
-        deadline = now + _patience(context.store.spec(record.revision(record.previous).run))
+        deadline = now + _patience(context.store.spec(record.revision(number).run))
         context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now))
     return None
 
@@ -116,8 +117,7 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
 
 def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Ask the revision for a completion, which also starts its instance, and compare it with its model."""
-    if mine.kind == "deploy" and _is_cancelled(context, mine):
-        raise CloudError(ErrorClass.CANCELLED, f"run {mine.run} was cancelled", "the revision before serves")
+    _check_cancel(context, mine)
     found = context.platforms.named(record.type).find(context.cloud, record.service, mine.revision)
     if found is None:
         hint = f"`dropforge serve RUN --as {record.name}` deploys its model again"
@@ -127,7 +127,11 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         return _wait(context, record, mine, "the revision does not answer a completion yet", problem)
     if mine.kind == "deploy" and (answer := _compare(context, record, mine, found)) is not None:
         return answer
-    context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.SHIFTING, context.now()))
+    if (wanted := mine.canary) is not None and record.stable:
+        longest = timedelta(seconds=wanted.seconds) + canary.patience(wanted) + COMPARING
+        context.endpoints.update(record.name, lambda r: r.watches(mine.id, *_times(context, longest)))
+    else:  # nobody has asked for a canary, or there is no revision that it could be compared with
+        context.endpoints.update(record.name, lambda r: r.shifts(mine.id, *_times(context, COMPARING)))
     return None
 
 
@@ -145,6 +149,41 @@ def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Rea
 def _note_parity(context: Context, record: EndpointRecord, mine: Rollout, parity: Parity) -> None:
     def change(latest: EndpointRecord) -> EndpointRecord:
         return latest.with_revision(mine.revision, lambda r: r.model_copy(update={"parity": parity}))
+
+    context.endpoints.update(record.name, change)
+
+
+def _watch(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Give the revision its share, until what the platform counts has decided."""
+    assert mine.canary is not None, "CHECKING enters this state for canaries only"
+    _check_cancel(context, mine)
+    server = context.platforms.named(record.type)
+    if not server.shift(context.cloud, record.service, _split(record, mine.revision, mine.canary.percent)):
+        return _wait(context, record, mine, "its share of the requests is being moved to the revision")
+    if mine.watched is None:
+        record = context.endpoints.update(record.name, lambda r: r.with_share(mine.id, context.now()))
+        tell(context, record, record.rollout(mine.id))
+        return None
+    counts = server.counted(context.cloud, record.service, mine.watched)
+    numbers = (mine.revision, record.stable)
+    own, before = (counts.get(record.revision(number).revision, Counted()) for number in numbers)
+    seen, lasted = Seen(canary=own, before=before), context.now() - mine.watched
+    _note_seen(context, record, mine, seen)
+    if not canary.has_passed(mine.canary, seen, lasted):
+        return Pending(wait_seconds=next_look_since(mine.watched, context.now(), mine.canary.seconds))
+    context.endpoints.update(record.name, lambda r: r.shifts(mine.id, *_times(context, COMPARING)))
+    return None
+
+
+def _note_seen(context: Context, record: EndpointRecord, mine: Rollout, seen: Seen) -> None:
+    """Note what a canary has answered, and what it waits for."""
+    reason = f"it is a canary; {canary.missing_requests(seen) or f'{seen.canary.requests} requests so far'}"
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        found = latest.rollout(mine.id)
+        if found.state is not RolloutState.WATCHING or found.seen == seen:
+            return latest
+        return latest.with_rollout(found.model_copy(update={"seen": seen, "wait_reason": reason}))
 
     context.endpoints.update(record.name, change)
 
@@ -191,6 +230,7 @@ _STEPS: dict[RolloutState, Step] = {
     RolloutState.QUEUED: _begin,
     RolloutState.DEPLOYING: _deploy,
     RolloutState.CHECKING: _check,
+    RolloutState.WATCHING: _watch,
     RolloutState.SHIFTING: _shift,
     RolloutState.UNDOING: _undo,
     RolloutState.RETIRING: _retire,
@@ -248,6 +288,13 @@ def _shares(record: EndpointRecord, serving: int, other: int) -> list[Share]:
     return [Share(each.revision, each.number, 100 if each.number == serving else 0) for each in found]
 
 
+def _split(record: EndpointRecord, canary: int, percent: int) -> list[Share]:
+    """A share for the canary, the rest for the revision that serves. The one before keeps its address."""
+    others = _shares(record, record.stable, record.previous)
+    rest = [share._replace(percent=100 - percent) if share.percent else share for share in others]
+    return [*rest, Share(record.revision(canary).revision, canary, percent)]
+
+
 def _prune(context: Context, record: EndpointRecord) -> None:
     """Delete the revisions that no rollback can promote."""
     kept = {record.revision(number).revision for number in (record.stable, record.previous) if number}
@@ -286,6 +333,18 @@ def _revision(context: Context, record: EndpointRecord, mine: Rollout, spec: Job
         metrics=run.metrics,
         usd_per_hour=serving_price(spec).usd_per_hour,
     )
+
+
+def _times(context: Context, patience: timedelta) -> tuple[datetime, datetime]:
+    """The deadline of what begins now, and now."""
+    now = context.now()
+    return now + patience, now
+
+
+def _check_cancel(context: Context, mine: Rollout) -> None:
+    """Raises CloudError if the rollout of a run is to end with it."""
+    if mine.kind == "deploy" and _is_cancelled(context, mine):
+        raise CloudError(ErrorClass.CANCELLED, f"run {mine.run} was cancelled", "the revision before serves")
 
 
 def _is_cancelled(context: Context, mine: Rollout) -> bool:

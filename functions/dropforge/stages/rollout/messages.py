@@ -1,5 +1,5 @@
-"""Messages that change a named endpoint: {"serve": {"run", "endpoint"}}, {"rollback": endpoint}, {"retire": endpoint}
-and {"extend": {"endpoint", "ttl"}}, whose `ttl` null removes the expiry.
+"""Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary"}}, {"rollback": endpoint},
+{"retire": endpoint} and {"extend": {"endpoint", "ttl"}}, whose `ttl` null removes the expiry.
 
 A message that changes nothing is answered by a run event: a repeat would change nothing either.
 """
@@ -9,16 +9,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import ValidationError
+
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.redact import cut
 from dropforge.context import Context
+from dropforge.endpoints.record import Canary
 from dropforge.run.events import Request
 from dropforge.run.record import Record
+from dropforge.spec import parts
+from dropforge.spec.kinds import ServeSpec
 from dropforge.spec.parts import DURATION
 from dropforge.tell.run_events import answer_refused
 
 from . import requests
+from .canary import canary_of
 from .requests import Refused
 
 CHANGES = ("serve", "rollback", "retire", "extend")
@@ -54,7 +60,8 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
             raise Refused(f"the spec of run {record.run} {found}", "docs/endpoints.md lists where endpoints have names")
         if not names.is_endpoint_name(endpoint):
             raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
-        requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic)
+        canary = _canary(arguments, spec.serve)
+        requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic, canary)
     elif change == "rollback":
         requests.go_back(context, endpoint, rollout, who, request.topic)
     elif change == "retire":
@@ -77,6 +84,20 @@ def _text(arguments: Any, name: str) -> str:
     if isinstance(arguments, dict):
         value = arguments.get(name)
     return value if isinstance(value, str) else ""
+
+
+def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
+    """The canary of a message: its own (null: none), or else that of the spec whose model it names."""
+    if "canary" not in arguments:
+        return canary_of(serve.canary)
+    if arguments["canary"] is None:
+        return None
+    try:
+        return canary_of(parts.Canary.model_validate(arguments["canary"]))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = "/".join(map(str, ("canary", *problem["loc"])))
+        raise Refused(f"{where}: {problem['msg']}", "docs/endpoints.md#canary") from None
 
 
 def _ttl(arguments: Any) -> str | None:

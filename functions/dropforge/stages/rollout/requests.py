@@ -13,10 +13,10 @@ from dropforge.base import names
 from dropforge.base.errors import DropforgeError, ErrorClass, InvalidSpec, Malformed, SpecProblem
 from dropforge.cloud.executions import start_rollout
 from dropforge.context import Context
-from dropforge.endpoints.record import EndpointRecord, EndpointState, Kind, Rollout
+from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout
 from dropforge.platforms.serving import Deployment
 from dropforge.run.artifacts import read_manifest
-from dropforge.run.record import Record
+from dropforge.run.record import Record, RunError
 from dropforge.spec import JobSpec, seconds
 
 START_WITHIN = timedelta(seconds=30)  # of a request; an execution that is lost before it is noted is started again
@@ -33,11 +33,19 @@ class Refused(DropforgeError):
 
 
 def put_behind(
-    context: Context, record: Record, spec: JobSpec, endpoint: str, rollout: str, who: str, topic: str
+    context: Context,
+    record: Record,
+    spec: JobSpec,
+    endpoint: str,
+    rollout: str,
+    who: str,
+    topic: str,
+    canary: Canary | None,
 ) -> EndpointRecord:
     """Request that the model of a run gets behind a name; a repeated request changes nothing. Raises Refused.
 
-    `spec.serve` says how the model is served. `topic` is the source of the request, "" for the specs bucket.
+    `spec.serve` says how the model is served. `topic` is the source of the request, "" for the specs bucket. `canary`
+    None: every request at once.
     """
     if problem := _unfit(context, record):
         raise Refused(f"the model of run {record.run} cannot be served: {problem}", f"`dropforge status {record.run}`")
@@ -49,13 +57,14 @@ def put_behind(
         "region": region,
         "service": server.service_name(context.settings, endpoint, region),
     }
+    wanted = _rollout(context, rollout, "deploy", who, record.run).model_copy(update={"canary": canary})
     new = EndpointRecord(name=endpoint, source=record.topic, created=context.now(), **place)
     context.endpoints.create(new)
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
         _check_place(latest, new.type, new.region)
-        return latest.model_copy(update=place).with_rollout(_rollout(context, rollout, "deploy", who, record.run))
+        return latest.model_copy(update=place).with_rollout(wanted)
 
     return _request(context, endpoint, rollout, change)
 
@@ -81,7 +90,9 @@ def go_back(context: Context, endpoint: str, rollout: str, who: str, topic: str)
         _check(context, latest, topic)
         if latest.current is None and not latest.previous:
             raise Refused(nothing_before(latest), f"`dropforge serve RUN --as {endpoint}` serves the model of any run")
-        return latest.with_rollout(_rollout(context, rollout, "rollback", who))
+        ended, canary = _without_canary(context, latest, "a rollback was requested")
+        asked = _rollout(context, rollout, "rollback", who).model_copy(update={"ends": canary})
+        return ended.with_rollout(asked)
 
     return _request(context, endpoint, rollout, change)
 
@@ -91,7 +102,8 @@ def retire(context: Context, endpoint: str, rollout: str, who: str, topic: str) 
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
-        return latest.with_rollout(_rollout(context, rollout, "retire", who))
+        ended, _ = _without_canary(context, latest, "the end of the endpoint was requested")
+        return ended.with_rollout(_rollout(context, rollout, "retire", who))
 
     return _request(context, endpoint, rollout, change)
 
@@ -183,6 +195,13 @@ def _check_place(record: EndpointRecord, kind: str, region: str) -> None:
 
 def _source(topic: str) -> str:
     return f"topic {topic}" if topic else "the specs bucket"
+
+
+def _without_canary(context: Context, record: EndpointRecord, why: str) -> tuple[EndpointRecord, str]:
+    """A record whose canary, if it has one, is rolled back: its turn may last for days. Also the canary's rollout."""
+    # Not CANCELLED: that is the class of a run whose own end was requested.
+    error = RunError(error_class=ErrorClass.CONFIG, message=f"{why} while the model was a canary")
+    return record.without_canary(error, context.now())
 
 
 def _rollout(context: Context, rollout: str, kind: Kind, who: str, run: str = "") -> Rollout:

@@ -36,6 +36,10 @@ def notice_of(record: EndpointRecord, rollout: Rollout) -> Notice:
             f"{record.base_url} answers with revision {rollout.revision}, as model {record.name}; {how}",
             Tone.SUCCESS,
         )
+    if rollout.state is RolloutState.WATCHING and rollout.canary is not None:
+        minutes = f"{rollout.canary.seconds / 60:g} minutes"
+        text = f"for {minutes}, revision {rollout.revision} is watched; revision {record.stable} answers the rest"
+        return Notice(key, f"is a canary of {name}: {rollout.canary.percent} % of the requests", text, Tone.NEWS)
     if rollout.state is RolloutState.ROLLED_BACK:
         why = rollout.error.message if rollout.error else "the rollout failed"
         stays = f"revision {record.stable} serves as before" if record.stable else "nothing serves behind the name"

@@ -25,6 +25,7 @@ from .admission import Admitted
 from .capacity import Capacity
 from .config import CloudRunConfig
 from .context import Context
+from .counts import Counts
 from .executions import Executions
 from .faults import ACTIONS, Faults
 from .jobs import Jobs
@@ -96,6 +97,11 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
         """Stop the emulator; the containers continue to run."""
         context = self._context
         await stop_all(self._operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
+
+    @property
+    def counts(self) -> Counts:
+        """What the revisions of services have answered."""
+        return self._services.counts
 
     def live(self) -> list[str]:
         """Jobs, executions and services that exist, open service ports, and containers that have a process."""

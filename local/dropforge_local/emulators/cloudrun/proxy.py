@@ -32,11 +32,13 @@ class Listener:
         session: aiohttp.ClientSession,
         route: Callable[[], Pool | None],
         is_allowed: Callable[[Mapping[str, str]], bool],
+        count: Callable[[Pool, int, float], None],
     ) -> None:
         self.port = port
         self._session = session
         self._route = route
         self._is_allowed = is_allowed
+        self._count = count
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
@@ -59,6 +61,12 @@ class Listener:
         pool = self._route()
         if pool is None:
             return _refuse(503, "Service Unavailable: no revision is ready.")
+        began = asyncio.get_running_loop().time()
+        response = await self._answer(request, pool)
+        self._count(pool, response.status, asyncio.get_running_loop().time() - began)
+        return response
+
+    async def _answer(self, request: web.BaseRequest, pool: Pool) -> web.StreamResponse:
         try:
             async with asyncio.timeout(pool.revision.timeout.total_seconds()):
                 return await self._serve(request, pool)

@@ -17,6 +17,7 @@ from ..kit.operations import Operation, Step
 from ..kit.times import timestamp
 from . import rules
 from .context import Context, validated
+from .counts import Counts
 from .messages import accept, condition, given, has, made_from, set_condition
 from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
 from .store import check_etag, parent_of, place_of, short
@@ -77,6 +78,11 @@ class Services(Resources):
 
     async def stop(self) -> None:
         await self._traffic.stop()
+
+    @property
+    def counts(self) -> Counts:
+        """What the revisions have answered."""
+        return self._traffic.counts
 
     def ports(self) -> list[int]:
         """The open ports."""

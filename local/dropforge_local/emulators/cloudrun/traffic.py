@@ -12,6 +12,7 @@ from dropforge_local.base.ports import HOST, free_port
 
 from ..kit.background import stop_all
 from .context import Context
+from .counts import Answered, Counts
 from .instances import Pool
 from .messages import seconds
 from .proxy import Listener
@@ -26,6 +27,7 @@ class Traffic:
         self._authorize = authorize
         self._pools: dict[str, Pool] = {}
         self._listeners: dict[tuple[str, str], Listener] = {}
+        self.counts = Counts()
         self._closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(self) -> None:
@@ -118,7 +120,11 @@ class Traffic:
 
     async def _listen(self, name: str, tag: str, port: int) -> None:
         listener = Listener(
-            port, self._session, lambda: self._route(name, tag), lambda headers: self._is_allowed(name, headers)
+            port,
+            self._session,
+            lambda: self._route(name, tag),
+            lambda headers: self._is_allowed(name, headers),
+            self._count,
         )
         try:
             await listener.start()
@@ -128,6 +134,9 @@ class Traffic:
                 f"port {port} of service {name!r} is taken: end the program that uses it, then start again"
             ) from error
         self._listeners[name, tag] = listener
+
+    def _count(self, pool: Pool, status: int, seconds: float) -> None:
+        self.counts.add(pool.revision.name, Answered(self._context.now(), status, seconds))
 
     def _route(self, name: str, tag: str) -> Pool | None:
         """The pool that answers a request: by tag, or by the traffic's percents. None without a ready revision."""

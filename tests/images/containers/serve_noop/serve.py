@@ -1,6 +1,7 @@
 """A serving container that answers every completion with "ok"; see train_noop.
 
 Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.05 s.
+To "fail unless REVISION" every other revision answers 500, and to "slow unless REVISION" after a second.
 To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8.
 
 With DROPFORGE_SECRETS it demands the API key, which it reads from Secret Manager by its own account.
@@ -54,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
         request = json.loads(body or "{}")
+        if self.misbehaves(request):
+            return None
         if request.get("return_token_ids"):
             return self.answer(compared(request))
         if request.get("stream") and request.get("max_tokens"):
@@ -64,6 +67,17 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]}
         self.answer({**answer, "system_fingerprint": REVISION})
+
+    def misbehaves(self, request: dict[str, Any]) -> bool:
+        """Be slow, or answer 500, if the message says so of this revision; whether the request is answered."""
+        texts = [message["content"] for message in request.get("messages", [])]
+        how, _, revision = next((text.partition(" unless ") for text in texts if " unless " in text), ("", "", ""))
+        if how == "slow" and revision != REVISION:
+            time.sleep(1)
+        fails = how == "fail" and revision != REVISION
+        if fails:
+            self.answer({"error": "Internal Server Error"}, 500)
+        return fails
 
     def stream_slowly(self, parts: int) -> None:
         self.send_response(200)
