@@ -40,7 +40,9 @@ class Traffic:
         # First the instances: a request that came before would start another instance, and resume() would end it.
         for service in self._context.store.all("services"):
             for revision in self._context.store.children("revisions", service.name):
-                if revision.name in routed(service) or self._context.workloads.running(revision.name):
+                if self._context.workloads.running(revision.name):
+                    self.pool(service, revision)  # takes the instance over
+                elif revision.name in routed(service):
                     self.pool(service, revision).resume()
         for row in self._context.store.db.rows("SELECT * FROM cloudrun_ports"):
             await self._listen(row["service"], row["tag"], row["port"])
@@ -71,10 +73,16 @@ class Traffic:
                 connection.execute("INSERT INTO cloudrun_ports VALUES (?, ?, ?)", [service.name, tag, port])
 
     def pool(self, service: Any, revision: Any) -> Pool:
-        """The instances of a revision."""
+        """The instances of a revision.
+
+        The first caller takes over an instance of an earlier stack, also if it is a request that comes while this one
+        starts: the request would otherwise start another instance, which `resume` would end.
+        """
         if revision.name not in self._pools:
             keep = _least(service, revision) > 0
             self._pools[revision.name] = Pool(self._context, self._session, revision, keep)
+            if self._context.workloads.running(revision.name):
+                self._pools[revision.name].resume()
         return self._pools[revision.name]
 
     def keep_minimum(self, name: str) -> None:
