@@ -37,15 +37,14 @@ class Traffic:
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self._closers.append(self._session.close)
-        # First the instances: a request that came before would start another instance, and resume() would end it.
+        for row in self._context.store.db.rows("SELECT * FROM cloudrun_ports"):
+            await self._listen(row["service"], row["tag"], row["port"])
         for service in self._context.store.all("services"):
             for revision in self._context.store.children("revisions", service.name):
                 if self._context.workloads.running(revision.name):
                     self.pool(service, revision)  # takes the instance over
                 elif revision.name in routed(service):
                     self.pool(service, revision).resume()
-        for row in self._context.store.db.rows("SELECT * FROM cloudrun_ports"):
-            await self._listen(row["service"], row["tag"], row["port"])
 
     async def stop(self) -> None:
         """Close the ports; the instances continue to run."""
