@@ -7,14 +7,14 @@ import pytest
 from dropforge_local.base import ports
 from dropforge_local.base.ports import HOST, free_port
 
-AMONG = range(14000, 14040)
+AMONG = range(32100, 32140)
 # A process that takes `count` ports, says which, and lives until its input ends.
 OTHER = """
 import sys
 from dropforge_local.base.ports import free_port
 taken = set()
 for _ in range(int(sys.argv[1])):
-    taken.add(free_port(range(14000, 14040), taken))
+    taken.add(free_port(range(32100, 32140), taken))
 print(*taken, flush=True)
 sys.stdin.read()
 """
@@ -41,7 +41,7 @@ def test_two_stacks_never_give_the_same_port_before_their_containers_listen() ->
             own.add(free_port(AMONG, own))
         assert (len(its), len(theirs), len(own)) == (13, 13, 14)
         assert its | theirs | own == set(AMONG)
-        with pytest.raises(OSError, match="no free port in 14000 to 14040"):
+        with pytest.raises(OSError, match="no free port in 32100 to 32140"):
             free_port(AMONG, own)
         first.communicate()  # its end gives its ports back
         assert free_port(AMONG, own) in its

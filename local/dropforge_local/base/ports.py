@@ -11,6 +11,9 @@ import tempfile
 import threading
 
 HOST = "127.0.0.1"  # no other machine reaches what the stack starts
+# The stack's own ports: below those that systems give to outgoing connections, which would take a port while its stack
+# is down. A stack keeps its ports at the next start.
+STACK_PORTS = range(10100, 15000)
 # The part of a range that a process keeps for itself before it gives its own ports a second time.
 SHARE = 4
 
@@ -33,6 +36,11 @@ def free_port(among: range, taken: set[int]) -> int:
                 _lent[port] = None
                 return port
     raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
+
+
+def stack_port(port: int) -> int:
+    """The given port, or a free port of STACK_PORTS for port 0. Raises OSError if all are taken."""
+    return port or free_port(STACK_PORTS, set())
 
 
 def is_listening(port: int) -> bool:

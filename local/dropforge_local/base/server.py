@@ -15,7 +15,7 @@ from aiohttp import web
 from .browsers import refuse_pages
 from .errors import ApiError
 from .peers import Strangers
-from .ports import HOST
+from .ports import HOST, stack_port
 from .recording import CALLERS, Recorder
 
 log = logging.getLogger(__name__)
@@ -127,14 +127,14 @@ class Server:
             app.router.add_routes(emulator.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, self.http_port)
+        site = web.TCPSite(self._runner, HOST, stack_port(self.http_port))
         await site.start()
         self.http_port = self._runner.addresses[0][1]
         server, self.grpc_port = self._bind_grpc("", self.grpc_port)
         self._grpc_servers = [server]
         for caller in CALLERS if self.recorder or self.callers else ():
             http, grpc_port = self.kept_ports.get(caller, (0, 0))
-            await web.TCPSite(self._runner, HOST, http).start()
+            await web.TCPSite(self._runner, HOST, stack_port(http)).start()
             self.http_ports[caller] = self._runner.addresses[-1][1]
             self._addresses[self.http_ports[caller]] = caller
             server, self.grpc_ports[caller] = self._bind_grpc(caller, grpc_port)
@@ -171,7 +171,7 @@ class Server:
 
         return enter
 
-    def _bind_grpc(self, caller: str, port: int = 0) -> tuple[grpc.aio.Server, int]:
+    def _bind_grpc(self, caller: str, port: int) -> tuple[grpc.aio.Server, int]:
         recording = [self.recorder.interceptor(caller)] if self.recorder and caller else []
         server = grpc.aio.server(
             options=[
@@ -183,6 +183,7 @@ class Server:
         for emulator in self.emulators:
             if handlers := emulator.grpc_handlers():
                 server.add_generic_rpc_handlers(tuple(handlers))
+        port = stack_port(port)
         try:
             return server, server.add_insecure_port(f"{HOST}:{port}")
         except RuntimeError as error:

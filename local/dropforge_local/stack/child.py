@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from dropforge_local.base.ports import HOST
+from dropforge_local.base.ports import HOST, stack_port
 
 from .config import StackError
 
@@ -29,6 +29,7 @@ def listen(port: int, option: str) -> socket.socket:
 
     `option` of `dropforge up` chooses the port. Raises StackError when the port is taken.
     """
+    port = stack_port(port)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     deadline = time.monotonic() + BIND_SECONDS

@@ -106,12 +106,18 @@ def proved(name: str, document: dict[str, Any]) -> bytes:
     return json.dumps({**document, "proof": proof(name, canonical)} if KEY else document).encode()
 
 
+def log(text: str, **fields: object) -> None:
+    """Write a line of the log; `fields` may have a message, which replaces the text."""
+    now = datetime.now(UTC).isoformat()
+    print(json.dumps({"time": now, "message": text, **fields}), file=sys.stderr, flush=True)
+
+
 def publish(kind: str, copies: int = 1, **fields: object) -> None:
     global sequence
     sequence = max(sequence + 1, int(time.time() * 1000))
     event = {"type": kind, "run": RUN, "attempt": ATTEMPT, "sequence": sequence, "time": datetime.now(UTC).isoformat()}
     content = json.dumps({**event, **fields}).encode()
-    print(json.dumps({"time": event["time"], "message": kind, **fields}), file=sys.stderr, flush=True)
+    log(kind, **fields)
     data = binascii.b2a_base64(content, newline=False).decode()
     attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
     if KEY:
@@ -129,6 +135,8 @@ def progress(*losses: float) -> None:
     series = {"run": RUN, "attempt": ATTEMPT, "began": now, "written": now, "total_steps": 2, "loss": losses}
     series |= {"step": list(range(1, len(losses) + 1)), "seconds": [float(second) for second in range(len(losses))]}
     series |= {name: [None] * len(losses) for name in ("epoch", "learning_rate", "tokens_per_second")}
+    for step, loss in enumerate(losses, 1):
+        log("progress", step=step, total_steps=2, loss=loss)
     name = f"models/{RUN}/series/attempt-{ATTEMPT}.json.gz"
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     put(name, packer.compress(proved(name, series)) + packer.flush())
