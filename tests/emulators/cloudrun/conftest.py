@@ -17,7 +17,6 @@ from google.api_core.future.polling import RETRY_PREDICATE as is_pending
 from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import run_v2
-from tests.patience import looks
 
 from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
@@ -204,6 +203,8 @@ class Cloud:
         return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 200.0) -> Any:
+        from tests.patience import looks  # not where this file is a program: see build_emulator's import
+
         value: Any = None
         for _ in looks(seconds):
             value = read()
