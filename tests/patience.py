@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 PATIENCE_SECONDS = 200.0
 TRAIN_SECONDS = 1000.0  # for a training, which the suite runs at a low priority
@@ -20,3 +21,13 @@ def looks(seconds: float) -> Iterator[None]:
     while (waited := time.monotonic() - began) < seconds:
         time.sleep(min(max(waited / 10, 0.05), 0.25))
         yield
+
+
+def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = PATIENCE_SECONDS) -> Any:
+    """Call `read` until `accept` is true for its value; return that value. Fail after `seconds`."""
+    value: Any = None
+    for _ in looks(seconds):
+        value = read()
+        if accept(value):
+            return value
+    raise AssertionError(f"not accepted in time: {value}")

@@ -1,4 +1,4 @@
-"""Who may see the console on a laptop: the browser that followed a link which a command has printed.
+"""Access to the console on a laptop. A browser gets it by the link that a command has printed.
 
 Any page of the web and any process of the machine can reach a port of 127.0.0.1. So a request must name this server as
 its host (a name that an attacker points to 127.0.0.1 is another host), must carry the cookie of a session, and must

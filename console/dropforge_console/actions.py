@@ -9,11 +9,9 @@ from dropforge.base import names
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.context import Context
-from dropforge.fit.configuration import NoConfiguration, find_shape
-from dropforge.fit.shape import ModelShape
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
-from dropforge.stages.admission import rule_problems
+from dropforge.stages.admission import rule_problems, shape_of
 from dropforge.stages.ceiling import with_defaults
 
 MAX_SPEC_BYTES = 1 << 20
@@ -25,19 +23,11 @@ def problems_of(text: str, context: Context) -> list[SpecProblem]:
     try:
         policy = policy_of(context.settings.policy)
         spec = with_defaults(parse_spec(text.encode()), policy)
-        return rule_problems(spec, policy, _shape(spec, context))
+        return rule_problems(spec, policy, shape_of(context.cloud, spec))
     except UnicodeEncodeError:
         return [SpecProblem("", "the text has half of a surrogate pair", "", "Unicode text")]
     except InvalidSpec as error:
         return error.problems
-
-
-def _shape(spec: JobSpec, context: Context) -> ModelShape | None:
-    """The shape of the model; None if its configuration cannot be had now. The container then decides."""
-    try:
-        return find_shape(spec.model, context.cloud.clients)
-    except NoConfiguration:
-        return None
 
 
 def submit(text: str, context: Context) -> str:

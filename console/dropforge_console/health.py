@@ -1,4 +1,4 @@
-"""Whether the deployment works as it should: what the last sweep found, and whether ledgers and cloud agree."""
+"""The health of a deployment: the findings of the last sweep, and the differences between ledgers and cloud."""
 
 from __future__ import annotations
 

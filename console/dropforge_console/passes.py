@@ -1,4 +1,4 @@
-"""What opens the console: tokens, kept as files of a private directory.
+"""The tokens that open the console. Each token is a file of a private directory.
 
 They outlive a restart of the console. Every process that may write the directory can issue a token, so a command prints
 a link without a question to the console. The name of a file is the digest of its token: a list of the names opens

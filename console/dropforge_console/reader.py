@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What the manifest of a run says about its model. `size` is in bytes."""
+    """The facts about a model in the manifest of its run. `size` is in bytes."""
 
     created: datetime
     base: Source
@@ -191,7 +191,7 @@ class Reader:
         return self._samples.of(run, self._generations.get(names.record_object(run)))
 
     def committed(self, runs: Iterable[str]) -> dict[str, Committed]:
-        """What the manifests of these runs say, for each run that has a readable one."""
+        """The facts about the model of each of these runs that has a readable manifest."""
         with ThreadPoolExecutor(READERS) as pool:
             found = pool.map(
                 lambda run: (run, self._committed.of(run, self._generations.get(names.record_object(run)))), runs

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.patience import PATIENCE_SECONDS, looks
+from tests.patience import until
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -77,16 +77,6 @@ def switch_faults(url: str, emulator: str, **switches: Any) -> None:
 def forget_clients() -> None:
     """Drop the context and the clients, so that the next use creates them for the current environment."""
     forget()
-
-
-def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = PATIENCE_SECONDS) -> Any:
-    """Call `read` until `accept` is true for its value; return that value. Fail after `seconds`."""
-    value: Any = None
-    for _ in looks(seconds):
-        value = read()
-        if accept(value):
-            return value
-    raise AssertionError(f"not accepted in time: {value}")
 
 
 def eventually(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:

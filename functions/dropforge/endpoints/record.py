@@ -114,7 +114,7 @@ class Canary(Stored):
 
 
 class Seen(Stored):
-    """What a canary and the revision before have answered since the canary has its share."""
+    """The requests to a canary and to the revision before, since the canary got its share."""
 
     canary: Counted
     before: Counted

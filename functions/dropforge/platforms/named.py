@@ -87,7 +87,7 @@ class NamedServer(Protocol):
         """Advance towards these shares; True once the platform reports them."""
 
     def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
-        """What the platform has counted since a time, by the cloud's names of the revisions.
+        """The requests that the platform has counted since a time. The keys are the cloud's names of the revisions.
 
         A count may be minutes late. A revision without a request may be missing.
         """

@@ -192,7 +192,7 @@ def schema() -> dict[str, Any]:
 
 
 def _text_in_words(path: list[str | int]) -> str:
-    """What the text at a path of the document must be."""
+    """A description of the text that the schema expects at a path of the document."""
     patterns = {node["pattern"] for node in _nodes(schema(), path) if "pattern" in node}
     return " or ".join(f"text: {words_of(pattern)}" for pattern in sorted(patterns)) or "text in quotes"
 

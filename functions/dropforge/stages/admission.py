@@ -31,7 +31,7 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
 
     Raises BrokenPolicy if the deployment's policy cannot be read.
     """
-    problems = rule_problems(spec, policy_of(cloud.settings.policy), _shape(cloud, spec))
+    problems = rule_problems(spec, policy_of(cloud.settings.policy), shape_of(cloud, spec))
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
@@ -42,7 +42,7 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
 
 
 def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> list[SpecProblem]:
-    """What the policy and the rules of size, machine, templates, time and money refuse.
+    """The problems by the policy and the rules of size, machine, templates, time and money.
 
     No rule needs an answer of the cloud.
     """
@@ -50,7 +50,7 @@ def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> li
     return [*problems, *template_problems(spec), *time_problems(spec), *budget_problems(spec)]
 
 
-def _shape(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
+def shape_of(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
     """The shape of the model; None if its configuration cannot be had now. The container then decides."""
     try:
         return find_shape(spec.model, cloud.clients)

@@ -1,4 +1,4 @@
-"""What the processes that a stack starts share: their environment, their sockets, and their end with the stack."""
+"""The environment and the sockets of the processes that a stack starts, and their end with the stack."""
 
 from __future__ import annotations
 

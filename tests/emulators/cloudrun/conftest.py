@@ -203,14 +203,9 @@ class Cloud:
         return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 200.0) -> Any:
-        from tests.patience import looks  # not where this file is a program: see build_emulator's import
+        from tests.patience import until  # not where this file is a program: see build_emulator's import
 
-        value: Any = None
-        for _ in looks(seconds):
-            value = read()
-            if accept(value):
-                return value
-        raise AssertionError(f"not accepted in time: {value}")
+        return until(read, accept, seconds)
 
     def processes(self) -> list[int]:
         return [pid for members in find_members(self.directory).values() for pid in members]

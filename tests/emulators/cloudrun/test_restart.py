@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from google.cloud import run_v2
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import until
 
 GOOD = {"Authorization": "Bearer good"}
 
@@ -28,13 +27,6 @@ def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
     cloud.until(lambda: cloud.executions.get_execution(name=name), lambda execution: bool(execution.start_time))
     cloud.until(lambda: cloud.logs(name), lambda text: "attempt 0" in text)
     return name
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def get(url: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from tests.patience import looks
+from tests.patience import until
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -175,12 +175,7 @@ class Kube:
             return switched
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 200.0) -> Any:
-        value: Any = None
-        for _ in looks(seconds):
-            value = read()
-            if accept(value):
-                return value
-        raise AssertionError(f"not in time: {value}")
+        return until(read, accept, seconds)
 
     def job(self, name: str) -> Any:
         return self.batch.read_namespaced_job(name, self.namespace)

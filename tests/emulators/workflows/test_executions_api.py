@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-import time
-from collections.abc import Callable
 from typing import Any
 
 import google.api_core.exceptions as gexc
@@ -18,7 +16,7 @@ from google.cloud import workflows_v1
 from google.cloud.workflows import executions_v1
 from google.cloud.workflows.executions_v1.services.executions.transports import ExecutionsGrpcTransport
 from google.cloud.workflows_v1.services.workflows.transports import WorkflowsGrpcTransport
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 
 PARENT = "projects/test-project/locations/europe-west4"
 ECHO = "main:\n  params: [args]\n  steps:\n    - done:\n        return: ${args}\n"
@@ -35,15 +33,6 @@ def executions(served: Any) -> executions_v1.ExecutionsClient:
 def workflows(served: Any) -> workflows_v1.WorkflowsClient:
     channel = grpc.insecure_channel(served.server.grpc_address)
     return workflows_v1.WorkflowsClient(transport=WorkflowsGrpcTransport(channel=channel))
-
-
-def until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.01)
-    raise AssertionError("the condition did not become true in time")
 
 
 def finished(client: executions_v1.ExecutionsClient, name: str) -> executions_v1.Execution:

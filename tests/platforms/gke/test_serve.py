@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.patience import until
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -43,7 +44,6 @@ from ..shared import (
     make_run,
     sweep_only,
     switch_faults,
-    until,
     write_servers,
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 import google.auth
 import pytest
 from google.cloud import container_v1
+from tests.patience import until
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
@@ -35,7 +36,7 @@ from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
 from ...deployments import Bound, clients, present, settings_with
-from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+from ..shared import Stages, contains, forget_clients, switch_faults, write_trainer
 
 # The first word of the run id says how the container behaves.
 MAIN_PY = """

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from tests.patience import until
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
@@ -24,7 +25,7 @@ from dropforge.spec import parse_spec
 
 from ...deployments import Bound, clients, present
 from ..gke.test_train import SETTINGS, STANDING, Cloud, cloud, running
-from ..shared import Stages, until
+from ..shared import Stages
 
 __all__ = ["cloud", "running"]
 TARGET = Bound(RayJobs(), SETTINGS)

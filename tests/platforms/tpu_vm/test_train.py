@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.cloud import tpu_v2
+from tests.patience import until
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.disks import DISK, ensure_disk
@@ -37,7 +38,7 @@ from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
 from ...deployments import Bound, clients, present, settings_with
-from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+from ..shared import Stages, contains, forget_clients, switch_faults, write_trainer
 
 # The first word of the run id says how the container behaves.
 MAIN_PY = """

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -19,7 +19,7 @@ from dropforge.run.record import RunState
 
 from ...deployments import clients, here
 from ...stage_calls import cancel, inspect, provision, sweep, teardown
-from ..shared import ME, eventually, is_there, make_run, until
+from ..shared import ME, eventually, is_there, make_run
 from .test_serve import IMAGES, ZONE, Cloud, cloud, running, spec
 
 __all__ = ["cloud", "running"]

@@ -1,4 +1,4 @@
-"""What Cloud Monitoring has counted of the revisions of a service.
+"""Counts the requests to the revisions of a service, by Cloud Monitoring.
 
 API: https://cloud.google.com/monitoring/api/ref_v3/rest/v3/projects.timeSeries/list
 Metrics: https://cloud.google.com/monitoring/api/metrics_gcp_p_z#gcp-run (each minute, visible after up to 3 minutes)

@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """What an attempt has told: decisive events by sequence, names and times of the other events, and its series."""
+    """The reports of an attempt: decisive events by sequence, names and times of the other events, and its series."""
 
     reports: list[Report] = field(default_factory=list)
     progress: list[tuple[str, datetime]] = field(default_factory=list)

@@ -37,8 +37,10 @@ def patience(canary: Canary) -> timedelta:
 
 
 def has_passed(canary: Canary, seen: Seen, lasted: timedelta) -> bool:
-    """Whether a canary that has its share for so long is good; False: not known yet. Raises CloudError for a bad one,
-    and for one that is not known after all its time."""
+    """Whether a canary is good, after `lasted` with its share; False: more requests must decide.
+
+    Raises CloudError for a bad canary, and for a canary that too few requests have reached in all its time.
+    """
     time = timedelta(seconds=canary.seconds)
     missing, is_due = missing_requests(seen), lasted >= time
     problem = _failures(canary, seen) or (_slowness(canary, seen) if is_due and not missing else "")
@@ -51,7 +53,7 @@ def has_passed(canary: Canary, seen: Seen, lasted: timedelta) -> bool:
 
 
 def missing_requests(seen: Seen) -> str:
-    """Which revision has had too few requests for a judgement; "" if both have had enough."""
+    """Which revision has got too few requests for a judgement; "" if both have got enough."""
     counts = {"it": seen.canary.requests, "the revision before": seen.before.requests}
     few = [f"{who} got {count}" for who, count in counts.items() if count < LEAST_REQUESTS]
     return f"{' and '.join(few)} of at least {LEAST_REQUESTS} requests" if few else ""

@@ -29,10 +29,5 @@ def read(context: Context) -> Cursor:
 
 def write(context: Context, before: Cursor, now: Cursor) -> None:
     """Note where this sweep stopped, if that differs. Another sweep at the same time may win: both places are good."""
-    if now == before:
-        return
-    try:
-        generation = context.store.read(OBJECT).generation
-    except NotFound:
-        generation = 0
-    context.store.write(OBJECT, json.dumps(now._asdict()).encode(), generation)
+    if now != before:
+        context.store.replace(OBJECT, json.dumps(now._asdict()).encode())

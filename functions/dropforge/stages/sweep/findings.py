@@ -1,10 +1,10 @@
-"""What the last sweep did, and what it could not do: kept in the runs bucket for the page Health of the console."""
+"""The findings of the last sweep, kept in the runs bucket for the page Health of the console."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from dropforge.base.errors import Malformed, NotFound, first_problem
 from dropforge.context import Context
@@ -14,18 +14,13 @@ OBJECT = "runs/swept.json"
 KEPT = 100  # names or problems of a kind; the log has all of them
 
 
-class Findings(BaseModel):
-    """The end of a sweep, how many names each list of its answer had, and the first KEPT of each."""
+class Findings(Swept):
+    """The answer of a sweep with the first KEPT names of each list, the number of names of each list, and the end."""
 
-    model_config = ConfigDict(frozen=True)  # a later version may have more fields
+    model_config = ConfigDict(extra="ignore")  # a later version may have more fields
 
     ended: datetime
     counts: dict[str, int]
-    deleted: list[str] = []
-    deleting: list[str] = []
-    restarted: list[str] = []
-    resubmitted: list[str] = []
-    problems: list[str] = []
 
 
 def of(answer: Swept, ended: datetime) -> Findings:
@@ -47,8 +42,4 @@ def read(context: Context) -> Findings | None:
 
 def write(context: Context, found: Findings) -> None:
     """Keep the findings. Another sweep that ends at the same time may win: both are good."""
-    try:
-        generation = context.store.read(OBJECT).generation
-    except NotFound:
-        generation = 0
-    context.store.write(OBJECT, found.model_dump_json().encode(), generation)
+    context.store.replace(OBJECT, found.model_dump_json().encode())

@@ -1,4 +1,4 @@
-"""What the revisions of services have answered. It is in memory: a new stack counts from its start."""
+"""Counts the answers of the revisions of services, in memory: a new stack begins with no answer."""
 
 from __future__ import annotations
 

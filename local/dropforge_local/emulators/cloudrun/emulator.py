@@ -100,7 +100,7 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
 
     @property
     def counts(self) -> Counts:
-        """What the revisions of services have answered."""
+        """The answers of the revisions of services."""
         return self._services.counts
 
     def live(self) -> list[str]:

@@ -81,7 +81,7 @@ class Services(Resources):
 
     @property
     def counts(self) -> Counts:
-        """What the revisions have answered."""
+        """The answers of the revisions."""
         return self._traffic.counts
 
     def ports(self) -> list[int]:

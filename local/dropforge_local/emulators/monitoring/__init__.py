@@ -1,4 +1,4 @@
-"""Cloud Monitoring, as far as it tells what the revisions of Cloud Run have answered."""
+"""Cloud Monitoring, for the metrics of the requests to revisions of Cloud Run."""
 
 from .emulator import MonitoringEmulator
 

@@ -1,4 +1,4 @@
-"""Cloud Monitoring: timeSeries.list of what the revisions of Cloud Run have answered.
+"""Cloud Monitoring: timeSeries.list for the requests to revisions of Cloud Run.
 
 Google writes these metrics each minute, and shows them up to three minutes later; here they are exact and at once.
 """
