@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -23,10 +24,10 @@ from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base.figures import usd
 from dropforge.run.record import RunState
+from dropforge.stages.answers import Swept
 from dropforge.stages.sweep import findings
 from dropforge_cli.main import cli
 
-from ..deployments import clients
 from ..stage_calls import sweep
 from . import axe
 from .conftest import User
@@ -144,9 +145,9 @@ def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: Us
     assert missing not in {entry.name for entry in user.store.ledger(run).remaining()}
     page = visitor.wait_for("/health", lambda text: "ended <time" in text)
     assert HOSTILE not in page
-    clients.storage().bucket(user.settings.runs_bucket).blob(findings.OBJECT).upload_from_string(
-        json.dumps({"ended": "2026-01-01T00:00:00Z", "counts": {"problems": 1}, "problems": [HOSTILE]})
-    )
+    answer = Swept(deleted=[], deleting=[], restarted=[], resubmitted=[], problems=[HOSTILE])
+    late = findings.of(answer, datetime(2026, 1, 1, tzinfo=UTC))
+    user.store.replace(findings.OBJECT, late.model_dump_json().encode())
     page = visitor.wait_for("/health", lambda text: "Late" in text)
     assert "1 problem" in page
     assert HOSTILE not in page
@@ -210,7 +211,7 @@ def test_a_spec_that_is_written_in_the_page_becomes_a_run(user: User, visitor: V
     record = user.wait(location.removeprefix("/runs/"))
     assert record.state is RunState.SUCCEEDED
     assert "/specs/console/noop-" in record.source
-    assert "owner/tiny-1m" in visitor.get(f"/new?from={record.run}").text
+    visitor.wait_for(f"/new?from={record.run}", lambda text: "owner/tiny-1m" in text)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"api_version": "dropforge/v1"}', "\ud800", "x" * 200_000, "[" * 5000])

