@@ -6,21 +6,12 @@ import html
 import json
 import re
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import requests
 from click.testing import CliRunner
-from tests.cli.commands import COMMAND, Process
-from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base.figures import usd
 from dropforge.run.record import RunState
@@ -29,68 +20,15 @@ from dropforge.stages.sweep import findings
 from dropforge_cli.main import cli
 
 from ..stage_calls import sweep
-from . import axe
 from .conftest import User
 from .named import Named
 from .test_endpoints import named
+from .visitor import Visitor, cancel, link, visitor
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium")
-__all__ = ["named"]  # a fixture
+__all__ = ["link", "named", "visitor"]  # fixtures
 HOSTILE = '<img src=x onerror="document.title=1">'
-
-
-class Visitor:
-    """A browser's session: it has followed the link that the command printed."""
-
-    def __init__(self, link: str) -> None:
-        self.link = link
-        self.root = "http://" + urlsplit(link).netloc
-        self.session = requests.Session()
-
-    def enter(self) -> requests.Response:
-        query = parse_qs(urlsplit(self.link).query)
-        return self.post("/enter", token=query["token"][0], next=query["next"][0])
-
-    def get(self, path: str, **options: Any) -> requests.Response:
-        return self.session.get(self.root + path, timeout=60, allow_redirects=False, **options)
-
-    def post(self, path: str, **form: str) -> requests.Response:
-        headers = {"origin": self.root}
-        return self.session.post(self.root + path, data=form, headers=headers, timeout=60, allow_redirects=False)
-
-    def wait_for(self, path: str, condition: Callable[[str], object]) -> str:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition(text := self.get(path).text):
-            assert time.monotonic() < deadline, text
-            time.sleep(0.1)
-        return text
-
-
-@pytest.fixture(scope="module")
-def link(shared_stack: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start the console as a user does; yield its link. Ctrl-C ends it, also with open streams."""
-    process = Process([*COMMAND, "console", "--state", str(shared_stack)], tmp_path_factory.mktemp("console"))
-    process.wait_for("open, within ten minutes: ")
-    yield process.text().rpartition("open, within ten minutes: ")[2].strip()
-    process.popen.send_signal(signal.SIGINT)
-    assert process.code(30) == 0, process.text()
-
-
-@pytest.fixture(scope="module")
-def visitor(link: str) -> Visitor:
-    visitor = Visitor(link)
-    assert visitor.get("/runs").status_code == 401
-    assert visitor.get("/enter").status_code == 200  # a preview of the link spends nothing
-    assert visitor.enter().headers["location"] == "/runs"
-    assert visitor.enter().status_code == 403  # it opens once
-    return visitor
-
-
-def cancel(user: User, *runs: str) -> None:
-    for run in runs:
-        user.publish(user.settings.operations_topic, json.dumps({"cancel": run}).encode())
-        assert user.wait(run).state is RunState.CANCELLED
 
 
 def test_a_run_from_its_upload_to_its_end(user: User, visitor: Visitor) -> None:
@@ -288,82 +226,3 @@ def test_many_viewers_at_once(user: User, visitor: Visitor) -> None:
     finally:
         for stream in streams:
             stream.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no browser test: build/venv/bin/pip install playwright==1.65.2"
-    )
-    if CHROMIUM is None:
-        pytest.skip("no browser test: apt-get install chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def opened(browser: Any, visitor: Visitor, width: int, scheme: str, *, is_watched: bool = True) -> Iterator[Any]:
-    """A page in the visitor's session. If it is watched, nothing of it was broken or forbidden by its own policy."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    name, value = next(iter(visitor.session.cookies.items()))
-    context.add_cookies([{"name": name, "value": value, "url": visitor.root}])
-    page, broken = context.new_page(), []
-    page.on("pageerror", lambda error: broken.append(str(error)))
-    page.on("console", lambda message: broken.append(message.text) if message.type == "error" else None)
-    yield page
-    context.close()
-    assert broken == [] or not is_watched
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1440])
-def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Any, scheme: str, width: int) -> None:
-    """The pages fit, change without a reload, work from the keyboard, and break no rule of their own policy."""
-    run = user.drop(user.spec("hang"))
-    user.wait(run, "TRAINING")
-    with opened(browser, visitor, width, scheme) as page:
-        follow(page, visitor, user, run, width)
-
-
-def follow(page: Any, visitor: Visitor, user: User, run: str, width: int) -> None:
-    page.goto(f"{visitor.root}/runs")
-    page.keyboard.press("/")
-    page.keyboard.type(run)
-    page.keyboard.press("Enter")
-    page.wait_for_url(re.compile(r"q=" + run))
-    page.keyboard.press("Tab")
-    page.locator("body").press("j")
-    page.keyboard.press("Enter")
-    page.wait_for_url(f"{visitor.root}/runs/{run}")
-    page.get_by_text("Training", exact=True).first.wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    cancel(user, run)
-    page.get_by_text("Cancelled", exact=True).first.wait_for()  # without a reload
-    assert "Cancelled" in page.title()
-    page.goto(f"{visitor.root}/runs?q=noop")
-    page.get_by_label(f"Compare {run}").check()
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_role("link", name="noop").wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 360)])
-def test_every_page_fits_and_is_accessible(user: User, visitor: Visitor, browser: Any, scheme: str, width: int) -> None:
-    """axe-core finds nothing against WCAG 2.2 AA: names of controls, contrast, headings, landmarks, sizes."""
-    runs = [user.drop(user.spec("succeed")) for _ in range(2)]
-    for run in runs:
-        user.wait(run)
-        visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
-    checker = axe.script()
-    with opened(browser, visitor, width, scheme) as page:
-        for path in (
-            "/runs", f"/runs/{runs[0]}", f"/compare?run={runs[0]}&run={runs[1]}", "/models", "/endpoints", "/cost",
-            "/health", "/new", "/enter?token=x&next=/runs",
-        ):  # fmt: skip
-            page.goto(visitor.root + path)
-            page.get_by_role("heading", level=1).wait_for()
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
-            page.evaluate(checker)
-            assert page.evaluate(axe.RUN) == [], path

@@ -6,7 +6,6 @@ import json
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +18,9 @@ from dropforge_local.stack import control
 from dropforge_local.stack.console_process import MODULE
 
 from .conftest import User
-from .test_console import Visitor, browser, opened
+from .visitor import Visitor
 
 pytestmark = pytest.mark.slow
-__all__ = ["browser"]  # a fixture
 
 
 def consoles(user: User) -> list[psutil.Process]:
@@ -75,22 +73,6 @@ def test_the_console_starts_with_its_first_visitor_and_survives_every_kill(own_s
     assert not control.leftovers(user.state).ports
     with pytest.raises(requests.ConnectionError):
         visitor.get("/runs")
-
-
-def test_an_open_page_continues_by_itself_after_a_kill(own_stack: Callable[[], User], browser: Any) -> None:
-    user = own_stack()
-    visitor = enter(user)
-    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # a lost connection is an error in its log
-        page.goto(f"{visitor.root}/runs")
-        page.get_by_text("No runs yet").wait_for()
-        page.evaluate("window.isTheSame = true")
-        stack = psutil.Process(user.info.pid)
-        stack.kill()
-        stack.wait(PATIENCE_SECONDS)
-        user = own_stack()
-        run = user.drop(user.spec("succeed"))
-        page.get_by_text(run).wait_for(timeout=1000 * PATIENCE_SECONDS)
-        assert page.evaluate("window.isTheSame")  # nobody loaded it again
 
 
 def test_a_link_of_the_command_line_leads_to_a_run(user: User) -> None:

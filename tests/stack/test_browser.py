@@ -1,0 +1,122 @@
+"""The console in a real browser: Debian's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import psutil
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from tests.patience import PATIENCE_SECONDS
+
+from . import axe
+from .conftest import User
+from .test_stack_console import enter
+from .visitor import Visitor, cancel, link, visitor
+
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no browser test: chromium is not on PATH (Debian: apt-get install chromium)", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+Scheme = Literal["light", "dark"]
+__all__ = ["link", "visitor"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(
+    browser: Browser, visitor: Visitor, width: int, scheme: Scheme, *, is_watched: bool = True
+) -> Iterator[Page]:
+    """A page in the visitor's session. If it is watched, nothing of it was broken or forbidden by its own policy."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    name, value = next(iter(visitor.session.cookies.items()))
+    context.add_cookies([{"name": name, "value": value, "url": visitor.root}])
+    context.set_default_timeout(1000 * PATIENCE_SECONDS)
+    page, broken = context.new_page(), []
+    page.on("pageerror", lambda error: broken.append(str(error)))
+    page.on("console", lambda message: broken.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert broken == [] or not is_watched
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_a_browser_follows_a_run(user: User, visitor: Visitor, browser: Browser, scheme: Scheme, width: int) -> None:
+    """The pages fit, change without a reload, work from the keyboard, and break no rule of their own policy."""
+    run = user.drop(user.spec("hang"))
+    user.wait(run, "TRAINING")
+    with opened(browser, visitor, width, scheme) as page:
+        follow(page, visitor, user, run, width)
+
+
+def follow(page: Page, visitor: Visitor, user: User, run: str, width: int) -> None:
+    page.goto(f"{visitor.root}/runs")
+    page.keyboard.press("/")
+    page.keyboard.type(run)
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile(r"q=" + run))
+    page.keyboard.press("Tab")
+    page.locator("body").press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{visitor.root}/runs/{run}")
+    page.get_by_text("Training", exact=True).first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cancel(user, run)
+    page.get_by_text("Cancelled", exact=True).first.wait_for()  # without a reload
+    assert "Cancelled" in page.title()
+    page.goto(f"{visitor.root}/runs?q=noop")
+    page.get_by_label(f"Compare {run}").check()
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("link", name="noop").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 360)])
+def test_every_page_fits_and_is_accessible(
+    user: User, visitor: Visitor, browser: Browser, scheme: Scheme, width: int
+) -> None:
+    """axe-core finds nothing against WCAG 2.2 AA: names of controls, contrast, headings, landmarks, sizes."""
+    runs = [user.drop(user.spec("succeed")) for _ in range(2)]
+    for run in runs:
+        user.wait(run)
+        visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    checker = axe.script()
+    with opened(browser, visitor, width, scheme) as page:
+        for path in (
+            "/runs", f"/runs/{runs[0]}", f"/compare?run={runs[0]}&run={runs[1]}", "/models", "/endpoints", "/cost",
+            "/health", "/new", "/enter?token=x&next=/runs",
+        ):  # fmt: skip
+            page.goto(visitor.root + path)
+            page.get_by_role("heading", level=1).wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            page.evaluate(checker)
+            assert page.evaluate(axe.RUN) == [], path
+
+
+def test_an_open_page_continues_by_itself_after_a_kill(own_stack: Callable[[], User], browser: Browser) -> None:
+    user = own_stack()
+    visitor = enter(user)
+    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # a lost connection is an error in its log
+        page.goto(f"{visitor.root}/runs")
+        page.get_by_text("No runs yet").wait_for()
+        page.evaluate("window.isTheSame = true")
+        stack = psutil.Process(user.info.pid)
+        stack.kill()
+        stack.wait(PATIENCE_SECONDS)
+        user = own_stack()
+        run = user.drop(user.spec("succeed"))
+        page.get_by_text(run).wait_for()
+        assert page.evaluate("window.isTheSame")  # nobody loaded it again
