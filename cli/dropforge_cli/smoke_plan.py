@@ -12,10 +12,10 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.figures import usd
 from dropforge.base.settings import Settings
+from dropforge.plan import make_plan
 from dropforge.platforms import platform_of, targets
 from dropforge.spec import JobSpec, parse_spec, registry
 
-from .plan import make_plan
 from .problems import CliError
 from .smoke_checks import Seen
 

@@ -12,10 +12,10 @@ import pytest
 
 from dropforge.bill import Sum
 from dropforge.money import most_usd
+from dropforge.plan import make_plan
 from dropforge.run.record import RunState
 from dropforge.spec import parse_spec
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import make_plan
 
 from .conftest import CREATED, ROOT, Deployed, attempt, served
 

@@ -12,15 +12,16 @@ import pytest
 from rich.console import Console
 
 from containers.common.report import ProgressMeter
+from dropforge.control_plane import RUN, progress_points
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
+from dropforge.plan import Plan, make_plan
 from dropforge.platforms.cloud_run import catalog
 from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge.spec.machine import GIB
-from dropforge_cli.control_plane import RUN, progress_points
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import Plan, make_plan, show_phases
+from dropforge_cli.plan import show_phases
 
 from ..deployments import clients
 from .conftest import EXAMPLE, ROOT, Deployed, Run

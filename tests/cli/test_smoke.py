@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dropforge.base.clock import utc_now
+from dropforge.plan import make_plan
 from dropforge.run.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
 from dropforge.run.record import RunState
 from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
-from dropforge_cli.plan import make_plan
 from dropforge_cli.runs import request_cancel
 from dropforge_cli.specs import upload_spec
 from dropforge_local.stack import control as local

@@ -10,7 +10,7 @@ import pytest
 from bench.calls import Counts, count_runs, usage_of
 from bench.stack import User, running_stack
 
-from dropforge_cli.control_plane import RUN, Usage
+from dropforge.control_plane import RUN, Usage
 
 RUNS = 6
 # The mean of RUNS runs: 41, 7 and 29, if `inspect` finds the manifest when the first event wakes it. Otherwise it looks
@@ -43,6 +43,6 @@ def test_billed_steps(counted: Counts) -> None:
 def test_plan_knows_what_the_control_plane_of_a_run_uses(counted: Counts) -> None:
     used: Usage = usage_of(counted, RUNS)
     above = {name: (value, vars(RUN)[name]) for name, value in vars(used).items() if value > vars(RUN)[name]}
-    assert above == {}, "correct RUN in cli/dropforge_cli/control_plane.py"
+    assert above == {}, "correct RUN in functions/dropforge/control_plane.py"
     assert used.usd > RUN.usd / 2, "RUN is far above what a run uses"
     assert RUN.usd <= MOST_USD

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dropforge.base.errors import InvalidSpec
+from dropforge.plan import make_plan
 from dropforge.platforms.cloud_run.catalog import PREVIEWS
 from dropforge.platforms.cloud_run.preview import preview_values, with_launch_stage
 from dropforge.platforms.cloud_run.serve import service_request
@@ -19,7 +20,6 @@ from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, parse_spec
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import make_plan
 
 from ...deployments import settings_with
 

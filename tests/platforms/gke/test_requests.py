@@ -16,6 +16,7 @@ from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
+from dropforge.plan import make_plan
 from dropforge.platforms.gke import serve
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
@@ -26,7 +27,6 @@ from dropforge.platforms.training import Launch, Phase, Status, Waits, class_of_
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems, deployment_problems, machine_problems
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import make_plan
 
 from ...deployments import cloud_with, settings_with
 from ...schemas import kubernetes as kubernetes_schemas

@@ -19,13 +19,13 @@ from dropforge.cloud import tpu
 from dropforge.cloud.listing import Listed
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
+from dropforge.plan import make_plan
 from dropforge.platforms.tpu_vm.serve import TpuVmServer
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import make_plan
 
 from ...deployments import cloud_with
 
