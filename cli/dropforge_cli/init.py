@@ -19,6 +19,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import platform_of, targets
 from dropforge.spec import registry
 
+from .columns import FORMS, separator_of
 from .deployment import Deployment, find
 from .options import state_option
 from .plain import echo, plain
@@ -31,7 +32,6 @@ ENOUGH_ROWS = 8  # containers/common/rows.py refuses fewer rows to train on
 GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
 FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
-READ_FORMATS = ("messages",), ("prompt", "completion"), ("text",)  # forms of rows that need no templates
 ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
 NUMBERS = ("id", "idx", "index", "uuid", "row")  # columns that no prompt needs
 # The tiny models of the local stack learn only with settings of their own (examples/local/).
@@ -172,10 +172,10 @@ def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
 
     The answer is the column with the most usual name, else the last one; the other columns make the prompt.
     """
-    if any(all(name in row for name in names) for names in READ_FORMATS):
+    if any(all(name in row for name in names) for names in FORMS.values()):
         return None
     names = [name for name in row if name is not None and name.lower() not in NUMBERS]
-    if len(row) == 1 and (mark := next((mark for mark in (";", "\t", "|") if mark in next(iter(row))), None)):
+    if mark := separator_of([*row]):
         message = f"the columns of {path} are separated by {mark!r}; expected commas"
         raise CliError(message, "save it again with commas; docs/data-formats.md shows each format")
     if unfit := next((name for name in names if not name.isidentifier()), None):

@@ -117,15 +117,11 @@ def show_phases(plan: Plan, out: Console) -> None:
 
 def _phase_json(row: Row) -> dict[str, Any]:
     """Bytes of each resource: need, available (None if unknown, or if there is none), left over."""
-    machine = row.machine
-    disk = None if machine.files_in_memory else machine.disk_bytes
-    needs = {"accelerator": row.need.accelerator, "host": row.host, "disk": row.need.disk}
-    accelerator = row.accelerator_bytes if machine.accelerators else None
-    available = {"accelerator": accelerator, "host": machine.host_bytes, "disk": disk}
     amounts = {
-        name: {"need": needs[name], "available": available[name], "left": left} for name, left in row.left.items()
+        name: {"need": need, "available": available, "left": row.left[name]}
+        for name, (need, available) in row.amounts.items()
     }
-    return {"phase": row.need.phase, "place": row.place, "machine": machine.accelerator, **amounts}
+    return {"phase": row.need.phase, "place": row.place, "machine": row.machine.accelerator, **amounts}
 
 
 def _gib(count: int | None) -> str:

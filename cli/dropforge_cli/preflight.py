@@ -26,6 +26,7 @@ from dropforge.spec.demand import Demand, Quota
 from dropforge.stages.admission import check as check_admission
 
 from . import accounts, google_apis, mends, quotas
+from .columns import column_problems
 from .deployment import Deployment, connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
@@ -232,13 +233,15 @@ def _image(settings: Settings, name: str, uri: str) -> Iterator[Finding]:
 
 
 def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Finding]:
-    """Yield everything that admission would refuse: images, clusters, secrets, sources, time and budget."""
+    """Yield everything that admission would refuse (images, clusters, secrets, sources, time, budget), and columns."""
     try:
         check_admission(deployment.context.cloud, spec)
+        problems = column_problems(spec, deployment.clients)
     except InvalidSpec as error:
-        for problem in error.problems:
-            yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
-    else:
+        problems = error.problems
+    for problem in problems:
+        yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
+    if not problems:
         yield Finding(OK, f"spec {name}", "the spec would be accepted; its secrets and sources exist")
         if note := short_endpoint(spec):
             yield Finding(

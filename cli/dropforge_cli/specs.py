@@ -19,6 +19,7 @@ from dropforge.spec.policy import Policy
 from dropforge.stages.admission import rule_problems
 from dropforge.stages.ceiling import with_defaults
 
+from .columns import column_problems
 from .deployment import Deployment, connect, find
 from .display import stdout
 from .duplicates import refuse_duplicate
@@ -65,6 +66,8 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, wa
     if not unchecked:
         job = read_spec(spec, policy_in_use(deployment))
         _note(spec, job)
+        if problems := column_problems(job, deployment.clients):
+            raise InvalidSpec(problems)
         prepare(job, deployment)
     run = upload_spec(deployment, data, object_name or spec.name)
     echo(run)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+from typing import NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.context import Context
+from dropforge.plan import Plan, make_plan
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.stages.admission import rule_problems, shape_of
@@ -18,16 +20,27 @@ MAX_SPEC_BYTES = 1 << 20
 PREFIX = f"{names.SPECS_PREFIX}console/"
 
 
-def problems_of(text: str, context: Context) -> list[SpecProblem]:
-    """Return what is wrong with a spec, by the rules of `dropforge submit`. Empty if nothing is wrong."""
+class Verdict(NamedTuple):
+    """What is wrong with a spec, by the rules of `dropforge submit`; the plan of its run if nothing is wrong."""
+
+    problems: list[SpecProblem]
+    plan: Plan | None = None
+
+
+def check(text: str, context: Context, *, is_typed: bool = False) -> Verdict:
+    """Check a spec. While it `is_typed`, nobody asks for the model's configuration: its name may be half a name."""
     try:
         policy = policy_of(context.settings.policy)
         spec = with_defaults(parse_spec(text.encode()), policy)
-        return rule_problems(spec, policy, shape_of(context.cloud, spec))
     except UnicodeEncodeError:
-        return [SpecProblem("", "the text has half of a surrogate pair", "", "Unicode text")]
+        return Verdict([SpecProblem("", "the text has half of a surrogate pair", "", "Unicode text")])
     except InvalidSpec as error:
-        return error.problems
+        return Verdict(error.problems)
+    shape = None if is_typed else shape_of(context.cloud, spec)
+    if problems := rule_problems(spec, policy, shape):
+        return Verdict(problems)
+    unknown = "Check reads the model's configuration" if is_typed else "the model's configuration cannot be read now"
+    return Verdict([], make_plan(spec, context.settings, f"{spec.name}.json", context.now(), shape or unknown))
 
 
 def submit(text: str, context: Context) -> str:

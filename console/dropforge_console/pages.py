@@ -22,6 +22,7 @@ from dropforge.base.figures import duration, usd
 from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.spec.machine import GIB
 from dropforge.stages.sweep.audit import MEANING
 
 from . import actions, compare, models, views
@@ -60,7 +61,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters |= {"usd": usd, "duration": duration, "exact": _exact}
+        self._templates.filters |= {"usd": usd, "duration": duration, "exact": _exact, "gib": _gib}
         self._templates.globals |= {"asset": _asset, "project": context.settings.project}
 
     async def home(self, request: Request) -> Response:
@@ -270,14 +271,14 @@ class Pages:
     async def new(self, request: Request) -> Response:
         """GET shows a form, perhaps with an old run's spec. POST checks a spec, and drops a good spec if asked to."""
         if request.method == "GET":
-            return self._page(
-                "new.html", here="new", text=await self._old_spec(request.query_params.get("from", "")), checked=None
-            )
+            text = await self._old_spec(request.query_params.get("from", ""))
+            return self._page("new.html", here="new", text=text, verdict=None)
         form = await _form(request)
-        text, is_drop = form.get("spec", ""), form.get("do") == "drop"
-        problems = await asyncio.to_thread(actions.problems_of, text, self._context)
-        if problems or not is_drop:
-            return self._page("new.html", 422 if problems else 200, here="new", text=text, checked=problems)
+        text, do = form.get("spec", ""), form.get("do")
+        verdict = await asyncio.to_thread(actions.check, text, self._context, is_typed=do == "type")
+        if verdict.problems or do != "drop":
+            code = 422 if verdict.problems else 200
+            return self._page("new.html", code, here="new", text=text, verdict=verdict)
         run = await asyncio.to_thread(actions.submit, text, self._context)
         return RedirectResponse(f"/runs/{run}", 303)
 
@@ -359,6 +360,11 @@ def _fields(problem: dict[str, Any]) -> dict[str, Any]:
 
 def _exact(time: datetime) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _gib(count: int | None) -> str:
+    """Bytes in GiB; a dash if the machine has none, or nobody knows."""
+    return "-" if count is None else f"{count / GIB:,.1f}"
 
 
 def _asset(name: str) -> str:

@@ -166,7 +166,7 @@ def project(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     trainer = "dropforge-trainer@p.iam.gserviceaccount.com"
     write_toml({**toml(), **images, "gke_cluster": "dropforge", "trainer_service_account": trainer})
     data = clients.storage().create_bucket("p-data", location="us-central1")
-    data.blob("rows.jsonl").upload_from_string("{}")
+    data.blob("rows.jsonl").upload_from_string('{"text": "a"}')
     yield project
     server.shutdown()
     server.server_close()
@@ -288,7 +288,9 @@ def test_a_question_that_cannot_be_asked_is_never_ok(
 
 
 def test_data_in_another_region_are_a_warning(deployed: Deployed, project: Project) -> None:
-    clients.storage().create_bucket("p-far", location="europe-west4").blob("rows.jsonl").upload_from_string("{}")
+    clients.storage().create_bucket("p-far", location="europe-west4").blob("rows.jsonl").upload_from_string(
+        '{"text": "a"}'
+    )
     answers = {
         answer["what"]: answer for answer in answers_of(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.patience import PATIENCE_SECONDS
+
+from dropforge.base.figures import usd
+from dropforge.plan import make_plan
+from dropforge.spec import parse_spec
 
 from . import axe
 from .conftest import User
@@ -82,6 +87,25 @@ def follow(page: Page, visitor: Visitor, user: User, run: str, width: int) -> No
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("link", name="noop").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_spec_is_judged_as_somebody_types_it_and_becomes_a_run(
+    user: User, visitor: Visitor, browser: Browser
+) -> None:
+    spec = json.dumps(user.spec("succeed"), indent=2)
+    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # Chromium logs each answer 422
+        page.goto(f"{visitor.root}/new")
+        editor, verdict = page.get_by_label("Job spec"), page.get_by_role("status")
+        editor.fill(spec.replace('"training"', '"trainig"'))
+        verdict.get_by_text("expected 'training'?").wait_for()
+        editor.press("End")
+        editor.fill(spec)
+        verdict.get_by_role("heading", name="Plan").wait_for()  # nobody pressed a button
+        planned = make_plan(parse_spec(spec.encode()), user.settings, "spec.json").worst_case_usd
+        assert f"{usd(planned)} at most" in verdict.inner_text()
+        page.get_by_role("button", name="Drop the spec").click()
+        page.wait_for_url(re.compile("/runs/noop-"))
+        page.get_by_text("Succeeded", exact=True).first.wait_for()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 360)])

@@ -63,6 +63,25 @@
   document.addEventListener("visibilitychange", connect);
   connect();
 
+  // A spec is checked as somebody types it. The newest text wins.
+  const spec = document.querySelector("[data-check]");
+  let pause = null, check = null;
+  spec?.addEventListener("input", () => {
+    clearTimeout(pause);
+    check?.abort();
+    pause = setTimeout(judge, 300);
+  });
+  async function judge() {
+    check = new AbortController();
+    const body = new URLSearchParams({ spec: spec.value, do: "type" });
+    try {
+      const response = await fetch("/new", { method: "POST", body, signal: check.signal });
+      const page = new DOMParser().parseFromString(await response.text(), "text/html");
+      const verdict = page.getElementById("verdict");
+      if (verdict) document.getElementById("verdict").replaceChildren(...verdict.childNodes);
+    } catch { /* a newer text, or no connection: Check and Drop say what is wrong */ }
+  }
+
   // Filters apply as they change. Keys: / searches, j and k move among the runs, Enter opens a run.
   const filters = document.querySelector("form.filters");
   filters?.addEventListener("change", () => filters.requestSubmit());

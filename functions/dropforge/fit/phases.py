@@ -76,14 +76,19 @@ class Row:
         return int(self.machine.accelerator_bytes * self.share)
 
     @property
+    def amounts(self) -> dict[str, tuple[int, int | None]]:
+        """The needed and the available bytes of each resource; None where the machine lacks it, or nobody knows."""
+        machine = self.machine
+        return {
+            "accelerator": (self.need.accelerator, self.accelerator_bytes if machine.accelerators else None),
+            "host": (self.host, machine.host_bytes),
+            "disk": (self.need.disk, None if machine.files_in_memory else machine.disk_bytes),
+        }
+
+    @property
     def left(self) -> dict[str, int | None]:
         """The bytes of each resource that stay free; None where the machine lacks it, or its size is unknown."""
-        machine, disk = self.machine, None
-        if machine.disk_bytes is not None and not machine.files_in_memory:
-            disk = machine.disk_bytes - self.need.disk
-        host = None if machine.host_bytes is None else machine.host_bytes - self.host
-        accelerator = self.accelerator_bytes - self.need.accelerator if machine.accelerators else None
-        return {"accelerator": accelerator, "host": host, "disk": disk}
+        return {name: None if most is None else most - need for name, (need, most) in self.amounts.items()}
 
     @property
     def short(self) -> list[str]:

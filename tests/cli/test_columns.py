@@ -1,0 +1,126 @@
+"""`dropforge submit` looks at the columns of the data, and judges them as the training container does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from containers.common.errors import JobError
+from containers.common.rows import load_rows, normalise
+from dropforge.spec import Dataset, JobSpec, parse_spec
+from dropforge_cli.columns import FIRST_BYTES, column_problems, first_columns
+from dropforge_cli.main import cli
+
+from ..deployments import clients
+from .conftest import EXAMPLE, Deployed
+
+BUCKET = "data"
+TEMPLATES = {"prompt": "Question: {question}", "completion": "{answer}"}
+ROWS = [{"question": f"q {number}", "answer": f"a {number}"} for number in range(12)]
+LINES = "\n".join(json.dumps(row) for row in ROWS)
+MESSAGES = [
+    {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": str(n)}]} for n in ROWS
+]
+
+
+def csv_of(head: str, separator: str = ",", end: str = "\n") -> str:
+    return end.join([head, *(f"q {number}{separator}a {number}" for number in range(12))]) + end
+
+
+GOOD = {
+    "plain.csv": csv_of("question,answer"),
+    "mark.csv": "\ufeff" + csv_of("question,answer"),
+    "windows.csv": csv_of('"question","answer"', end="\r\n"),
+    "more.csv": csv_of('question,answer,"a name\nof two lines"'),
+    "lines.jsonl": LINES,
+    "mark.jsonl": "\ufeff\n" + LINES,
+    "list.json": json.dumps(ROWS, indent=2),
+    "lines.json": LINES,
+}
+BAD = {
+    "other.csv": csv_of("question,reply"),
+    "blank.csv": csv_of("question, answer"),
+    "case.csv": csv_of("Question,answer"),
+    "headless.csv": csv_of("q,a"),
+    "semicolons.csv": csv_of("question;answer", ";"),
+    "tabs.csv": csv_of("question\tanswer", "\t"),
+    "other.jsonl": LINES.replace('"answer"', '"reply"'),
+    "other.json": json.dumps([{"reply": "no", **row} for row in MESSAGES]),
+}
+
+
+def spec_of(uri: str, columns: dict[str, str] | None = TEMPLATES, **dataset: Any) -> JobSpec:
+    document = json.loads(EXAMPLE.read_text())
+    document["dataset"] = {"source": uri, **dataset} | ({"columns": columns} if columns else {})
+    return parse_spec(json.dumps(document).encode())
+
+
+def put(name: str, content: str | bytes) -> str:
+    storage = clients.storage()
+    bucket = storage.bucket(BUCKET)
+    if not bucket.exists():
+        storage.create_bucket(BUCKET)
+    bucket.blob(name).upload_from_string(content)
+    return f"gs://{BUCKET}/{name}"
+
+
+def is_trainable(spec: JobSpec, directory: Path) -> bool:
+    """Whether the training container makes rows of the data."""
+    assert isinstance(spec.dataset, Dataset)
+    try:
+        raw, _ = load_rows(spec.dataset, clients.storage(), directory)
+        normalise(raw, spec.dataset)
+    except JobError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [*GOOD, *BAD])
+def test_the_columns_are_those_that_the_training_container_reads(deployed: Deployed, tmp_path: Path, name: str) -> None:
+    spec = spec_of(put(name, {**GOOD, **BAD}[name]))
+    assert is_trainable(spec, tmp_path) is (name in GOOD)
+    assert (column_problems(spec, clients) == []) is (name in GOOD)
+
+
+@pytest.mark.parametrize("format", ["auto", "messages", "prompt_completion", "text"])
+@pytest.mark.parametrize("row", [*ROWS[:1], *MESSAGES[:1], {"text": "long"}, {"prompt": "why", "completion": "so"}])
+def test_the_form_is_the_one_that_the_training_container_finds(
+    deployed: Deployed, tmp_path: Path, row: dict[str, Any], format: str
+) -> None:
+    spec = spec_of(put("form.jsonl", "\n".join([json.dumps(row)] * 12)), None, format=format)
+    assert (column_problems(spec, clients) == []) is is_trainable(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("latin.csv", "é,à\n1,2".encode("latin-1")),
+        ("wide.csv", b"x" * FIRST_BYTES + b",y\n1,2\n"), ("wide.jsonl", b'{"x": "' + b"x" * FIRST_BYTES + b'"}'),
+        ("deep.json", b"[" * 100_000), ("deep.jsonl", b'{"x":' * 100_000), ("any.parquet", b"PAR1"), ("any", b"x"),
+        ("quote.csv", b'"question,answer\n1,2'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name: str, content: bytes) -> None:
+    columns = first_columns(put(name, content), clients)
+    assert columns is None or name in ("latin.csv", "wide.csv")
+    assert first_columns("gs://no-such-bucket/a.csv", clients) is None
+    assert first_columns(f"gs://{BUCKET}/no-such-object.csv", clients) is None
+    assert first_columns("owner/rows", clients) is None
+
+
+def test_submit_names_the_column_and_drops_nothing(deployed: Deployed, tmp_path: Path) -> None:
+    uri = put("own.csv", csv_of("question,answer"))
+    document = json.loads(EXAMPLE.read_text()) | {
+        "dataset": {"source": uri, "columns": {"prompt": "{questoin}", "completion": "{answer}"}}
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(document))
+    result = CliRunner().invoke(cli, ["submit", str(tmp_path / "spec.json")])
+    assert result.exit_code == 1
+    assert "/dataset/columns/prompt: the template names the column 'questoin', which the data lacks" in result.output
+    assert f"did you mean 'question'? the columns of {uri}: question, answer" in result.output
+    specs = clients.storage().list_blobs("p-specs")
+    assert [blob.name for blob in specs] == []
