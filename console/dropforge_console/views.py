@@ -433,9 +433,8 @@ class Changed(NamedTuple):
 
 def spec_text(spec: JobSpec) -> str:
     """Return a spec as its user would write it: without the fields that have their default."""
-    return json.dumps(
-        spec.model_dump(mode="json", exclude_unset=True, exclude_none=False), indent=2, ensure_ascii=False
-    )
+    document = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def spec_diff(spec: JobSpec, before: JobSpec) -> list[Changed]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from dropforge_console import views
 from dropforge_console.charts import UNITS
 from dropforge_console.reader import Run
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BEGAN = datetime(2026, 11, 24, 9, 0, tzinfo=UTC)
 NOW = BEGAN + timedelta(minutes=30)
 SPEC = parse_spec(
@@ -156,3 +159,15 @@ def test_the_difference_of_two_specs_is_what_their_user_changed() -> None:
     other = parse_spec(views.spec_text(SPEC).replace("gemma-2b", "gemma-7b").encode())
     changed = [(line.kind, line.text.strip()) for line in views.spec_diff(SPEC, other) if line.kind != "ctx"]
     assert changed == [("del", '-    "source": "google/gemma-7b"'), ("add", '+    "source": "google/gemma-2b"')]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.json")), ids=lambda path: path.name)
+def test_the_spec_of_a_run_can_be_dropped_again(path: Path) -> None:
+    """The stored spec has every field; the text for a user has only what is no default, and means the same."""
+    document = json.loads(path.read_text())
+    if (document.get("serve") or {}).get("type") == "cloud_run":
+        document["serve"] |= {"endpoint": "text-to-sql", "canary": {"for": "20m"}}
+    stored = parse_spec(parse_spec(json.dumps(document).encode()).model_dump_json(by_alias=True).encode())
+    text = views.spec_text(stored)
+    assert parse_spec(text.encode()) == stored
+    assert len(json.loads(text)["training"]) <= len(document["training"])

@@ -7,7 +7,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from itertools import product
+from pathlib import Path
+from typing import Literal, get_args
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from .conftest import User
 from .test_stack_console import enter
 from .visitor import Visitor, cancel, link, visitor
 
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("no browser test: chromium is not on PATH (Debian: apt-get install chromium)", allow_module_level=True)
@@ -108,26 +111,42 @@ def test_a_spec_is_judged_as_somebody_types_it_and_becomes_a_run(
         page.get_by_text("Succeeded", exact=True).first.wait_for()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 360)])
-def test_every_page_fits_and_is_accessible(
-    user: User, visitor: Visitor, browser: Browser, scheme: Scheme, width: int
-) -> None:
-    """axe-core finds nothing against WCAG 2.2 AA: names of controls, contrast, headings, landmarks, sizes."""
+def test_every_page_fits_and_is_accessible(user: User, visitor: Visitor, browser: Browser) -> None:
+    """axe-core finds nothing against WCAG 2.2 AA: names of controls, contrast, headings, landmarks, sizes.
+
+    The pictures of the pages are in build/screenshots, for people to look at.
+    """
     runs = [user.drop(user.spec("succeed")) for _ in range(2)]
     for run in runs:
         user.wait(run)
         visitor.wait_for(f"/runs/{run}", lambda text: "Succeeded" in text)
+    pages = {
+        "runs": "/runs",
+        "run": f"/runs/{runs[0]}",
+        "compare": f"/compare?run={runs[0]}&run={runs[1]}",
+        "models": "/models",
+        "endpoints": "/endpoints",
+        "cost": "/cost",
+        "health": "/health",
+        "new": f"/new?from={runs[0]}",
+        "enter": "/enter?token=x&next=/runs",
+        "problem": "/runs/no-such-run-0123456789ab",
+    }
     checker = axe.script()
-    with opened(browser, visitor, width, scheme) as page:
-        for path in (
-            "/runs", f"/runs/{runs[0]}", f"/compare?run={runs[0]}&run={runs[1]}", "/models", "/endpoints", "/cost",
-            "/health", "/new", "/enter?token=x&next=/runs",
-        ):  # fmt: skip
+    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # Chromium logs the answer 404
+        for name, path in pages.items():
             page.goto(visitor.root + path)
             page.get_by_role("heading", level=1).wait_for()
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            if name == "new":
+                page.get_by_role("button", name="Check").click()
+                page.get_by_role("heading", name="Plan").wait_for()
             page.evaluate(checker)
-            assert page.evaluate(axe.RUN) == [], path
+            for scheme, width in product(get_args(Scheme), (1440, 360)):
+                page.emulate_media(color_scheme=scheme)
+                page.set_viewport_size({"width": width, "height": 900})
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+                assert page.evaluate(axe.RUN) == [], (path, scheme, width)
+                page.screenshot(path=SCREENSHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
 
 
 def test_an_open_page_continues_by_itself_after_a_kill(own_stack: Callable[[], User], browser: Browser) -> None:
