@@ -20,13 +20,14 @@ locals {
       metadata   = { name = "default-deny", namespace = local._namespace }
       spec       = { podSelector = {}, policyTypes = ["Ingress"] }
     }],
-    # Clients in the network and in other namespaces reach endpoints, at the port of vLLM. Training pods do not.
-    [{
-      apiVersion = "networking.k8s.io/v1"
-      kind       = "NetworkPolicy"
-      metadata   = { name = "endpoints", namespace = local._namespace }
+    # Clients in the network and in other namespaces reach endpoints, at the port of vLLM. Training pods do not. A pod of
+    # a run's own endpoint has the first label, a pod of a named endpoint the second one.
+    [for name, label in { endpoints = "dropforge-expires", named-endpoints = "dropforge-endpoint" } : {
+      apiVersion                    = "networking.k8s.io/v1"
+      kind                          = "NetworkPolicy"
+      metadata                      = { name = name, namespace = local._namespace }
       spec = {
-        podSelector = { matchExpressions = [{ key = "dropforge-expires", operator = "Exists" }] }
+        podSelector = { matchExpressions = [{ key = label, operator = "Exists" }] }
         policyTypes = ["Ingress"]
         ingress = [{
           from = concat(

@@ -54,6 +54,7 @@ class Parsers(NamedTuple):
 
 
 NO_PARSERS = Parsers()
+CLOSING = "containers.serve_vllm.closing.Closing"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Settings:
     engine: str
     sampling: str
     work: Path | None  # a directory on the machine's disk, for files that outlive this process
+    # How long unfinished answers may take after SIGTERM; then each answer ends its connection. 0: no time.
+    drain_seconds: int
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -100,6 +103,7 @@ class Settings:
             engine=engine,
             sampling=sampling,
             work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
+            drain_seconds=numbers["DROPFORGE_DRAIN_SECONDS"],
         )
 
 
@@ -107,13 +111,14 @@ _DEFAULTS = {
     "DROPFORGE_MAX_MODEL_LEN": "2048",
     "DROPFORGE_MAX_NUM_SEQS": "32",
     "DROPFORGE_TENSOR_PARALLEL_SIZE": "1",
+    "DROPFORGE_DRAIN_SECONDS": "0",
     "PORT": "8000",
 }
 
 
 def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int:
     value = environ.get(name) or _DEFAULTS[name]
-    if not value.isdecimal() or int(value) < 1:
+    if not value.isdecimal() or (int(value) < 1 and value != _DEFAULTS[name]):
         problems.append(f"{name} is {value!r}; expected a positive number")
         return 0
     return int(value)
@@ -162,7 +167,9 @@ def choose_parsers(model_type: str, chat_template: str) -> Parsers:
 def vllm_argv(settings: Settings, model: str, parsers: Parsers = NO_PARSERS) -> list[str]:
     """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
-    return [*_vllm_serve(settings, model, parsers), "--load-format", "runai_streamer", *share]
+    closing = ["--shutdown-timeout", str(settings.drain_seconds), "--middleware", CLOSING]
+    drain = closing if settings.drain_seconds else []  # vLLM cuts unfinished answers off otherwise
+    return [*_vllm_serve(settings, model, parsers), "--load-format", "runai_streamer", *share, *drain]
 
 
 def vllm_tpu_argv(settings: Settings, directory: str, parsers: Parsers = NO_PARSERS) -> list[str]:

@@ -38,6 +38,7 @@ class Gate:
         count_tokens: CountTokens,
         is_standin: bool = False,
         key: str = "",
+        ends_connections: bool = False,
     ) -> None:
         self.ready = asyncio.Event()
         self._upstream = upstream
@@ -47,6 +48,7 @@ class Gate:
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._count_tokens = count_tokens
         self._is_standin = is_standin
+        self._ends_connections = ends_connections
         self._authorization = f"Bearer {key}".encode() if key else b""
         self._created = int(time.time())
         self._metrics = Metrics(served_name)
@@ -60,6 +62,8 @@ class Gate:
         application.router.add_post("/v1/chat/completions", self._complete)
         application.router.add_post("/v1/completions", self._complete)
         application.cleanup_ctx.append(self._connected)
+        if self._ends_connections:
+            application.on_response_prepare.append(_end_connection)
         return application
 
     async def probe(self) -> None:
@@ -230,6 +234,10 @@ def _translated(status: int, text: str) -> web.Response:
     kind = "BadRequestError" if status < 500 else "InternalServerError"
     told = str(detail)  # to the client alone, of its own request
     return _error(400 if status == 422 else status, told[:2000], kind)
+
+
+async def _end_connection(request: web.Request, response: web.StreamResponse) -> None:
+    response.force_close()
 
 
 def _error(status: int, message: str, kind: str, parameter: str | None = None) -> web.Response:

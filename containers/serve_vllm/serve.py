@@ -170,13 +170,16 @@ async def serve_behind_gate(
         count_tokens=PromptCounter(directory / "model").count,
         is_standin=engine == "transformers",
         key=os.environ.get(KEY, ""),
+        ends_connections=bool(settings.drain_seconds),
     )
-    runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=0.2)
+    runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=settings.drain_seconds or 0.2)
     await runner.setup()
     await web.TCPSite(runner, settings.host, settings.port).start()
     try:
         return await watch(gate, process, stop, began)
     finally:
+        if settings.drain_seconds:
+            await runner.cleanup()  # unfinished answers need the engine
         end(process)
         await runner.cleanup()
 

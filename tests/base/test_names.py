@@ -69,6 +69,16 @@ def test_the_name_distinguishes_an_endpoint_from_a_training_job() -> None:
     assert not names.is_endpoint(f"{services}/{names.endpoint_name('other-0123456789ab')}", RUN)
 
 
+def test_the_names_of_an_endpoint_s_parts_are_no_other_endpoint_s() -> None:
+    names_of_a = {names.named_endpoint("a"), *(names.named_revision("a", number) for number in (1, 12))}
+    assert all(names.is_of_endpoint(f"x/{name}", "a") for name in names_of_a)
+    for other in ("a-r1", "r1-a", "b", "a-a"):
+        assert not any(names.is_of_endpoint(f"x/{name}", other) for name in names_of_a)
+        assert not names_of_a & {names.named_endpoint(other), names.named_revision(other, 1)}
+    assert names.revision_number(f"x/{names.named_revision('a', 12)}", "a") == 12
+    assert names.revision_number(f"x/{names.named_endpoint('a')}", "a") is None
+
+
 @pytest.mark.parametrize(("secret", "version"), [("hf-token", "latest"), ("hf-token:", "latest"), ("hf-token:3", "3")])
 def test_a_secret_without_a_version_means_the_latest_version(secret: str, version: str) -> None:
     assert names.secret_version("p1", secret) == f"projects/p1/secrets/hf-token/versions/{version}"

@@ -27,6 +27,7 @@ from dropforge_local.stack.functions_host import entry_points
 
 from ..deployments import clients
 from ..stack.conftest import NOOP_CONFIG, User, user_of
+from ..stack.named import KINDS
 from ..stack.targets import PARTS, SERVES
 from .calls import ENDERS, Grant, Need, grants, methods, needs, unmet, unused
 from .configuration import permissions
@@ -62,6 +63,11 @@ UNUSED = {
     Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): EXISTS_ALREADY,
     # On a slow machine pods are ready when `deploy` looks first.
     Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
+    **{
+        Grant("rollout", "kubernetes", f"get {plural}"): EXISTS_ALREADY
+        for plural in ("autoscaling/horizontalpodautoscalers", "monitoring.googleapis.com/podmonitorings")
+    },
+    Grant("rollout", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
     Grant("inspect", "project", "run.jobs.get"): "needed when a job has no execution",
@@ -141,7 +147,13 @@ def live(user: User) -> None:
     buckets = (DATA, user.settings.specs_bucket)
     failing = [publish(user, stored(user, bucket, user.spec("exit-3"))) for bucket in buckets]
     failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, RAY_CLUSTER, NOT_QUEUED)]
-    named = [user.drop(user.spec(serve={"type": "cloud_run", "endpoint": "recorded"})) for _ in range(3)]
+    named = {
+        kind: [
+            user.drop(user.spec(serve={"type": kind, **SERVES[kind], "endpoint": f"on-{kind.replace('_', '-')}"}))
+            for _ in range(3)
+        ]
+        for kind in KINDS
+    }
     rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
     rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
     late_and_unknown(user)
@@ -168,21 +180,23 @@ def live(user: User) -> None:
         user.wait_for(run, lambda record: bool(record.endpoint and record.endpoint.ended))
     user.until(lambda: call(user, "sweep", {}) and not any(map(user.resources, swept.values())))
     user.until(lambda: call(user, "sweep", {}) and user.store.find(unaccepted))
-    end_named(user, named)
+    for kind, runs in named.items():
+        end_named(user, f"on-{kind.replace('_', '-')}", runs)
     assert user.wait(unaccepted).state is RunState.SUCCEEDED
 
 
-def end_named(user: User, runs: list[str]) -> None:
+def end_named(user: User, name: str, runs: list[str]) -> None:
     """Roll a named endpoint back, whose models are those of `runs`, and let the sweep retire it."""
     endpoints = EndpointStore(user.store, Clock())
     for run in runs:
         record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
-    serves = endpoints.record("recorded").stable
-    user.publish("dropforge-operations", b'{"rollback": "recorded"}')
-    user.until(lambda: endpoints.record("recorded").stable != serves)
-    user.publish("dropforge-operations", b'{"extend": {"endpoint": "recorded", "ttl": "1s"}}')
-    user.until(lambda: call(user, "sweep", {}) and endpoints.record("recorded").retired)
+    serves = endpoints.record(name).stable
+    user.publish("dropforge-operations", json.dumps({"rollback": name}).encode())
+    user.until(lambda: endpoints.record(name).stable != serves)
+    change = {"extend": {"endpoint": name, "ttl": "1s"}}
+    user.publish("dropforge-operations", json.dumps(change).encode())
+    user.until(lambda: call(user, "sweep", {}) and endpoints.record(name).retired)
 
 
 def prepare(user: User) -> None:

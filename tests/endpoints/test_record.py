@@ -71,6 +71,25 @@ def test_a_revision_costs_money_from_its_rollout_until_another_serves() -> None:
     )
 
 
+def test_a_revision_that_keeps_its_instances_costs_money_until_no_rollback_can_promote_it() -> None:
+    record = endpoint()
+    for name, number in (("a", 1), ("b", 2), ("c", 3)):
+        now = T0 + (number - 1) * HOUR
+        begun = deploying(record, name, number, now)
+        for state in (RolloutState.CHECKING, RolloutState.SHIFTING):
+            begun = begun.entered(name, state, now)
+        record = begun.promoted(name, URL, None, now, keeps_instances=True)
+    assert [revision.number for revision in record.revisions if revision.paid_since] == [2, 3]
+    assert record.revision(1).cost(T0 + 9 * HOUR) == 4.0, "two hours, until revision 3 was promoted"
+    back = asked(record, "d", "rollback").returns("d", T0 + 9 * HOUR, T0 + 3 * HOUR)
+    undone = back.failed("d", WRONG, T0 + 3 * HOUR).undone("d", T0 + 3 * HOUR, keeps_instances=True)
+    assert [revision.number for revision in undone.revisions if revision.paid_since] == [2, 3]
+    failed = deploying(undone, "e", 4, T0 + 4 * HOUR).failed("e", WRONG, T0 + 5 * HOUR)
+    gone = failed.undone("e", T0 + 5 * HOUR, keeps_instances=True)
+    assert [revision.number for revision in gone.revisions if revision.paid_since] == [2, 3]
+    assert gone.kept == {revision.revision for revision in gone.revisions if revision.number in (2, 3)}
+
+
 def test_a_failed_rollout_leaves_the_revision_before_as_it_was() -> None:
     before = promoted(endpoint(), "a", 1, T0)
     failed = deploying(before, "b", 2, T0 + HOUR).failed("b", WRONG, T0 + HOUR)

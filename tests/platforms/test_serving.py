@@ -18,6 +18,7 @@ from dropforge.cloud import pods
 from dropforge.cloud.clients import Clients
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
+from dropforge.platforms.gke import workload
 from dropforge.platforms.serving import Deployment, endpoint_key, server_environment
 from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
@@ -111,6 +112,10 @@ def deployment(trains_on: dict[str, Any] | None = None, **serve: Any) -> Deploym
     return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
 
 
+def own(**serve: Any) -> workload.Workload:
+    return workload.own_workload(deployment(**serve))
+
+
 @pytest.mark.parametrize("serve", [{}, FULL, {"capacity": "spot"}, {"capacity": "flex_start"}], ids=str)
 def test_kubernetes_accepts_the_manifests(serve: dict[str, Any]) -> None:
     manifests = [resource.request for resource in gke.GkeDeployment().resources(deployment(**serve))]
@@ -123,9 +128,9 @@ def test_kubernetes_accepts_the_manifests(serve: dict[str, Any]) -> None:
 def test_an_endpoint_is_internal_and_scaled_on_request_only() -> None:
     kinds = [resource.kind for resource in gke.GkeDeployment().resources(deployment())]
     assert kinds == ["apps.k8s.io/Deployment", "k8s.io/Service", "monitoring.googleapis.com/PodMonitoring"]
-    service = gke.service_manifest(deployment())
+    service = workload.service_manifest(own())
     assert service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"] == "Internal"
-    metric = gke.autoscaler_manifest(deployment(**FULL))["spec"]["metrics"][0]["pods"]
+    metric = workload.autoscaler_manifest(own(**FULL))["spec"]["metrics"][0]["pods"]
     assert metric["metric"]["name"] == "prometheus.googleapis.com|vllm:num_requests_waiting|gauge"
     assert metric["target"] == {"type": "AverageValue", "averageValue": "7"}
 
@@ -133,9 +138,9 @@ def test_an_endpoint_is_internal_and_scaled_on_request_only() -> None:
 def test_vllm_s_metrics_are_read_from_the_port_of_the_endpoint_s_own_pods() -> None:
     """Four times a minute for the autoscaler, else once: Google bills each sample."""
     for serve, interval in (({}, "60s"), (FULL, "15s")):
-        made = deployment(**serve)
-        pod = gke.deployment_manifest(made)["spec"]["template"]
-        monitored = gke.monitoring_manifest(made)["spec"]
+        made = own(**serve)
+        pod = workload.deployment_manifest(made)["spec"]["template"]
+        monitored = workload.monitoring_manifest(made)["spec"]
         [endpoint] = monitored["endpoints"]
         assert (endpoint["path"], endpoint["interval"]) == ("/metrics", interval)
         assert endpoint["port"] in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
@@ -143,7 +148,7 @@ def test_vllm_s_metrics_are_read_from_the_port_of_the_endpoint_s_own_pods() -> N
 
 
 def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -> None:
-    spec = gke.deployment_manifest(deployment(**FULL))["spec"]
+    spec = workload.deployment_manifest(own(**FULL))["spec"]
     pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
     container = pod["containers"][0]
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
@@ -158,13 +163,13 @@ def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -
     assert spec["selector"]["matchLabels"].items() <= labels.items()
     assert names.RUN_LABEL not in spec["selector"]["matchLabels"]
     assert labels[names.EXPIRES_LABEL] == "1795305600"
-    assert gke.service_manifest(deployment())["spec"]["selector"] == spec["selector"]["matchLabels"]
+    assert workload.service_manifest(own())["spec"]["selector"] == spec["selector"]["matchLabels"]
 
 
 def test_the_cluster_is_named_by_the_endpoint_the_target_or_the_deployment() -> None:
     assert "/clusters/own/" in gke.GkeDeployment().resources(deployment({"name": "trains"}, cluster="own"))[0].name
-    assert gke.cluster_of(deployment({"name": "trains"})) == "projects/x/locations/us-central1/clusters/trains"
-    assert gke.cluster_of(deployment({"create": True}, region="europe-west4")).endswith(
+    assert workload.cluster_of(deployment({"name": "trains"})) == "projects/x/locations/us-central1/clusters/trains"
+    assert workload.cluster_of(deployment({"create": True}, region="europe-west4")).endswith(
         "europe-west4/clusters/standing"
     )
 
@@ -181,7 +186,7 @@ def test_the_cluster_is_named_by_the_endpoint_the_target_or_the_deployment() -> 
 )
 def test_the_url_has_the_address_of_the_load_balancer(ingress: Any, url: str | None) -> None:
     status = {} if ingress is None else {"loadBalancer": {"ingress": ingress}}
-    assert gke.url_of({**gke.service_manifest(deployment()), "status": status}) == url
+    assert workload.url_of({**workload.service_manifest(own()), "status": status}) == url
 
 
 def test_an_endpoint_without_tls_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,16 @@ class Clusters:
         for cluster in self.gke.list_clusters(parent=f"projects/{self._project}/locations/-").clusters:
             yield cluster.self_link.partition("/v1/")[2], cluster
 
+    def of_endpoint(self, endpoint: str) -> list[str]:
+        """Return the objects of a named endpoint in all clusters, by their full names."""
+        label = f"{names.ENDPOINT_LABEL}%3D{endpoint}"
+        return [
+            f"{name}/k8s/{path}"
+            for name, cluster in self.names()
+            if cluster.endpoint
+            for path in self._objects(cluster, label)
+        ]
+
     def of_run(self, run: str) -> list[str]:
         """Return a run's own clusters and its objects in all clusters, by their names in the ledger."""
         resources = []
@@ -52,7 +62,7 @@ class Clusters:
             if cluster.resource_labels.get(names.RUN_LABEL) == run:
                 resources.append(name)
             if cluster.endpoint:
-                resources += [f"{name}/k8s/{path}" for path in self._objects(cluster, run)]
+                resources += [f"{name}/k8s/{path}" for path in self._objects(cluster, f"{names.RUN_LABEL}%3D{run}")]
         return resources
 
     def pods(self, run: str) -> Iterator[tuple[str, str]]:
@@ -94,9 +104,9 @@ class Clusters:
         path = f"{APIS[kind]}/namespaces/{namespace}/{kind.rpartition('/')[2]}/{short_name}"
         return self.call(self.gke.get_cluster(name=cluster), method, path, body)
 
-    def _objects(self, cluster: Any, run: str) -> Iterator[str]:
+    def _objects(self, cluster: Any, label: str) -> Iterator[str]:
         for kind, api in APIS.items():
-            path = f"{api}/{kind.rpartition('/')[2]}?labelSelector={names.RUN_LABEL}%3D{run}"
+            path = f"{api}/{kind.rpartition('/')[2]}?labelSelector={label}"
             for item in self.call(cluster, "GET", path)["items"]:
                 metadata = item["metadata"]
                 yield f"namespaces/{metadata['namespace']}/{kind}/{metadata['name']}"

@@ -49,6 +49,7 @@ NOOP_CONFIG = StackConfig(
         "node_seconds": 0.1,
         "node_idle_seconds": 5.0,
         "job_backoff_seconds": 0.1,
+        "longest_pre_stop_seconds": 0.3,
         "preemption_grace_seconds": 2.0,
         "ray_probe_seconds": 0,
         "ray_poll_seconds": 0.2,

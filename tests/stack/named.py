@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.error import HTTPError
 
 from google.api_core.exceptions import NotFound
 from openai import OpenAI, OpenAIError
@@ -18,21 +19,25 @@ from dropforge.base.clock import Clock
 from dropforge.base.errors import NotFound as NoRecord
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
 from dropforge.endpoints.store import EndpointStore
+from dropforge.platforms.serving import endpoint_key
 from dropforge.run.record import RunState
 
-from ..deployments import clients
+from ..deployments import clients, here
+from .clusters import Clusters
 from .conftest import User
 
 OPERATIONS = "dropforge-operations"
+KINDS = ("cloud_run", "gke")  # the platforms with named endpoints
 PARTS = 20  # of a stream: a second
 ENDED = tuple(state for state in RolloutState if state.is_terminal)
 
 
 class Named:
-    """A named endpoint that only one test uses."""
+    """A named endpoint that only one test uses, on one of KINDS."""
 
-    def __init__(self, user: User, name: str = "") -> None:
+    def __init__(self, user: User, name: str = "", kind: str = "cloud_run") -> None:
         self.user = user
+        self.kind = kind
         self.name = name or f"e-{uuid.uuid4().hex[:8]}"
         self.store = EndpointStore(user.store, Clock())
 
@@ -42,7 +47,7 @@ class Named:
 
     def put(self, behave: str = "succeed", **serve: Any) -> str:
         """Drop a spec whose model gets behind the name; return its run."""
-        serve = {"type": "cloud_run", "endpoint": self.name, **serve}
+        serve = {"type": self.kind, "endpoint": self.name, **serve}
         return self.user.drop(self.user.spec(behave, serve=serve))
 
     def serves(self, behave: str = "succeed", **serve: Any) -> EndpointRecord:
@@ -74,8 +79,16 @@ class Named:
         assert found is not None
         return found
 
+    @property
+    def paid(self) -> set[int]:
+        """The numbers of the revisions that may cost money once no rollout is under way."""
+        record = self.record
+        return {record.stable, record.previous} - {0} if self.kind == "gke" else {record.stable}
+
     def service(self) -> Any:
-        """The service of the endpoint in the cloud; None if there is none."""
+        """The service of the endpoint in the cloud, or on GKE all its objects; None if there is none."""
+        if self.kind == "gke":
+            return Clusters(self.user.info).of_endpoint(self.name) or None
         try:
             return clients.run_services().get_service(name=self.record.service)
         except NotFound:
@@ -83,12 +96,30 @@ class Named:
 
     def revisions(self) -> set[str]:
         """The short names of the revisions that the cloud has."""
+        if self.kind == "gke":
+            listed = Clusters(self.user.info).of_endpoint(self.name)
+            return {name.rpartition("/")[2] for name in listed if "/deployments/" in name}
         listed = clients.run_revisions().list_revisions(parent=self.record.service)
         return {revision.name.rpartition("/")[2] for revision in listed}
 
+    def destroy(self) -> None:
+        """Delete the endpoint as a person does in the console."""
+        if self.kind == "gke":
+            for name in Clusters(self.user.info).of_endpoint(self.name):
+                with suppress(HTTPError):  # a pod may go with its Deployment
+                    Clusters(self.user.info).delete(name)
+            self.user.until(lambda: self.service() is None)
+        else:
+            clients.run_services().delete_service(name=self.record.service).result(timeout=60)
+
+    @property
+    def token(self) -> str:
+        """What a request must bring."""
+        spec = self.user.store.spec(self.record.revisions[-1].run)
+        return endpoint_key(here().cloud, spec) or self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
+
     def client(self) -> OpenAI:
-        token = self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
-        return OpenAI(base_url=self.record.base_url, api_key=token, max_retries=0, timeout=60)
+        return OpenAI(base_url=self.record.base_url, api_key=self.token, max_retries=0, timeout=60)
 
     def answer(self) -> str:
         """Ask once; return the cloud's name of the revision that has answered."""

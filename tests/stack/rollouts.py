@@ -2,6 +2,7 @@
 
     python -m tests.stack.rollouts load --rollouts 50 --rollbacks 20
     python -m tests.stack.rollouts crash --every 1
+    python -m tests.stack.rollouts load --on gke
 
 `load` prints how many requests failed. `crash` kills the stack, or its functions, at each commit of a rollout while a
 client asks; it prints a line for each broken promise, and a table. This command repeats a try:
@@ -37,7 +38,7 @@ from dropforge_local.stack.config import StackError
 
 from .conftest import NOOP_CONFIG, User, user_of
 from .crash import ENOUGH, Harness, Result, zygote
-from .named import OPERATIONS, Load, Named
+from .named import KINDS, OPERATIONS, Load, Named
 
 LIVES = {
     "deploy": RolloutState.PROMOTED,
@@ -94,9 +95,9 @@ class Asker:
 class RolloutHarness(Harness):
     """A stack with a named endpoint; it is killed during rollouts, and started again."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, kind: str = "cloud_run") -> None:
         super().__init__(state)
-        self.named = Named(self.user, "survivor")
+        self.named = Named(self.user, "survivor", kind)
         self.named.serves("sealed")
         self.runs = [revision.run for revision in self.named.serves("sealed").revisions]
 
@@ -127,7 +128,7 @@ class RolloutHarness(Harness):
         """Arm the death and request the rollout; return its id. A request that the death interrupts is repeated."""
         armed = {"commit": death.commit, "moment": "after", "kill": death.kill}
         if death.life == "refused":  # only the run itself puts a model behind a name that its seal refuses
-            serve = {"type": "cloud_run", "endpoint": self.named.name}
+            serve = {"type": self.named.kind, "endpoint": self.named.name}
             run = self._drop(self.user.spec("sealed-otherwise", serve=serve))
             self._until(lambda: (found := self._record(run)) and found.state is RunState.DEPLOYING)
             self._post("_local/crash", armed)
@@ -161,9 +162,9 @@ class RolloutHarness(Harness):
         results = [json.loads(each.get("result", "{}")) for each in self._executions_of(done.id)]
         if sum(result.get("status") != "SUPERSEDED" for result in results) != 1:
             yield f"has the executions {results}"
-        paid = [revision.number for revision in after.revisions if revision.paid_since]
-        if paid != [after.stable]:
-            yield f"pays for the revisions {paid}; expected only {after.stable}"
+        paid = {revision.number for revision in after.revisions if revision.paid_since}
+        if paid != self.named.paid:
+            yield f"pays for the revisions {paid}; expected {self.named.paid}"
         if sum(rollout.id == done.id for rollout in after.rollouts) != 1:
             yield "is in the record more than once"
 
@@ -204,9 +205,9 @@ class Figures(NamedTuple):
         return "\n".join([*lines, f"{self.requests} requests ({self.streams} streams), {len(self.failed)} failed"])
 
 
-def under_load(user: User, rollouts: int, rollbacks: int) -> Figures:
+def under_load(user: User, rollouts: int, rollbacks: int, kind: str = "cloud_run") -> Figures:
     """Put two models behind a name in turn, and go back as often, while clients ask without a pause."""
-    named = Named(user)
+    named = Named(user, kind=kind)
     models = [revision.run for _ in range(2) for revision in named.serves().revisions[-1:]]
     changes = [{"serve": {"run": models[each % 2], "endpoint": named.name}} for each in range(rollouts)]
     deployed: list[float] = []
@@ -244,6 +245,8 @@ def main(arguments: list[str]) -> int:
     crash.add_argument("--every", type=int, default=1, metavar="N", help="every Nth commit")
     crash.add_argument("--from", type=int, dest="first", default=1, metavar="COMMIT")
     crash.add_argument("--to", type=int, dest="last", default=1000, metavar="COMMIT")
+    for command in (load, crash):
+        command.add_argument("--on", choices=KINDS, default="cloud_run", help="the platform; default: cloud_run")
     options = parser.parse_args(arguments)
     local._spawn = zygote().spawn
     with tempfile.TemporaryDirectory(prefix="dropforge-rollouts-") as home:
@@ -256,14 +259,14 @@ def main(arguments: list[str]) -> int:
 def _load(home: Path, options: argparse.Namespace) -> int:
     NOOP_CONFIG.save(home)
     local.up(home)
-    figures = under_load(user_of(home), options.rollouts, options.rollbacks)
+    figures = under_load(user_of(home), options.rollouts, options.rollbacks, options.on)
     print(figures, *figures.failed[:10], sep="\n")
     return int(bool(figures.failed))
 
 
 def _crash(home: Path, options: argparse.Namespace) -> int:
-    harness, rows, problems = RolloutHarness(home), [], 0
-    for life in options.life or LIVES:
+    harness, rows, problems = RolloutHarness(home, options.on), [], 0
+    for life in options.life or [life for life in LIVES if (life, options.on) != ("canary", "gke")]:
         for kill in options.kill or KILLS:
             results = []
             for commit in range(options.first, options.last + 1, options.every):

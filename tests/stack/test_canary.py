@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from openai import APIStatusError
 
 from dropforge.endpoints.record import Rollout, RolloutState
@@ -15,13 +16,18 @@ from dropforge.run.record import RunState
 
 from .conftest import User
 from .named import Named, is_told
-from .test_endpoints import named, ran
+from .test_endpoints import lent, ran
 
-__all__ = ["named"]  # a fixture
 CANARY = {"percent": 50, "for": "1s", "max_error_rate": 0.1, "max_latency_ratio": 100}  # a slow machine decides nothing
 
 
 CLIENTS = 4
+
+
+@pytest.fixture
+def named(user: User) -> Iterator[Named]:
+    with lent(user, "cloud_run") as named:
+        yield named
 
 
 class Clients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,26 +17,39 @@ from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound as NoRecord
 from dropforge.endpoints.record import RolloutState
+from dropforge.platforms import servers
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
-from ..deployments import clients
 from .conftest import User
-from .named import OPERATIONS, Load, Named, is_told
+from .named import KINDS, OPERATIONS, Load, Named, is_told
 from .test_faults import kill
 from .test_runs import call, run_events
 
 REQUESTS = "dropforge-requests"
+A100 = "nvidia-tesla-a100"  # no other test of the stack uses a machine with it
 REGION = "asia-southeast1"  # no other test serves there, so a stockout there disturbs none
 
 
-@pytest.fixture
-def named(user: User) -> Iterator[Named]:
-    named = Named(user)
+@pytest.fixture(params=KINDS)
+def named(user: User, request: pytest.FixtureRequest) -> Iterator[Named]:
+    """Yield a named endpoint; the test runs once for each platform that has named endpoints."""
+    with lent(user, request.param) as named:
+        yield named
+
+
+@contextmanager
+def lent(user: User, kind: str) -> Iterator[Named]:
+    """A named endpoint of a platform, which is retired afterwards."""
+    named = Named(user, kind=kind)
     yield named
     with suppress(NoRecord):
         if named.record.retired is None:
             named.retire()
+
+
+def test_every_platform_with_named_endpoints_is_tested() -> None:
+    assert {kind for kind, serving in servers().items() if serving.named} == set(KINDS)
 
 
 def test_models_change_behind_one_url_and_no_request_fails(named: Named) -> None:
@@ -59,26 +72,32 @@ def test_models_change_behind_one_url_and_no_request_fails(named: Named) -> None
     record = named.record
     assert (record.url, record.stable, record.previous) == (before.url, 3, 2)
     named.user.until(lambda: named.revisions() == {second, third})  # no rollback can promote the first
-    assert all((revision.paid_since is None) == (revision.number != 3) for revision in record.revisions)
+    assert {revision.number for revision in record.revisions if revision.paid_since} == named.paid
 
 
 def test_a_revision_that_cannot_start_leaves_the_one_before_alone(named: Named) -> None:
-    first = named.serves(region=REGION).revision(1).revision
+    kubernetes = named.kind == "gke"
+    place = {} if kubernetes else {"region": REGION}
+    faults, lacking = ("_local/kubernetes/faults", A100) if kubernetes else ("_local/cloudrun/faults", REGION)
+    first = named.serves(**place).revision(1).revision
     with Load(named).running() as load:
-        named.user.post("_local/cloudrun/faults", {"stockout": [REGION]})
-        try:
-            record = named.user.wait(named.put(region=REGION))
+        named.user.post(faults, {"stockout": [lacking]})
+        try:  # Kubernetes waits for a machine until the end of the time to start
+            wanted = {"accelerator": A100, "startup_timeout": "5s"} if kubernetes else place
+            record = named.user.wait(named.put(**wanted))
         finally:
-            named.user.post("_local/cloudrun/faults", {"stockout": []})
+            named.user.post(faults, {"stockout": []})
         named.user.until(lambda: load.has_seen(first))
     assert load.problems == []
     assert set(load.answers) == {first}
     assert record.state is RunState.FAILED
     assert record.error is not None
-    assert record.error.error_class == "stockout"
+    assert record.error.error_class == ("deadline" if kubernetes else "stockout")
+    assert "out of resources" in record.error.message or not kubernetes
     rollout = named.record.rollout(record.run)
     assert (rollout.state, named.record.stable) == (RolloutState.ROLLED_BACK, 1)
-    assert named.serves(region=REGION).stable == 3, "a failed rollout must not block the next"
+    assert named.serves(**place).stable == 3, "a failed rollout must not block the next"
+    named.user.until(lambda: len(named.revisions()) <= (2 if kubernetes else 3))
 
 
 def test_a_revision_that_differs_from_its_model_gets_no_request(named: Named) -> None:
@@ -131,7 +150,7 @@ def test_a_cancelled_run_puts_nothing_behind_the_name(named: Named) -> None:
 
 
 def test_an_old_model_is_served_again_without_training(named: Named) -> None:
-    run = named.user.drop(named.user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
+    run = named.user.drop(named.user.spec(serve={"type": named.kind, "ttl": "1h"}))
     assert named.user.wait(run).state is RunState.SUCCEEDED
     rollout = named.ended(named.ask(serve={"run": run, "endpoint": named.name}))
     assert rollout.state is RolloutState.PROMOTED, rollout.error
@@ -179,7 +198,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_a_refused_change_is_answered_and_changes_nothing(named: Named) -> None:
-    user, serve = named.user, {"type": "cloud_run", "ttl": "1h"}
+    user, serve = named.user, {"type": named.kind, "ttl": "1h"}
     gate = {"holdout_fraction": 0.1, "gate": {"metric": "exact_match", "min": 0.5}}
     runs = {
         "RUN": user.drop(user.spec()),
@@ -223,9 +242,9 @@ def test_an_endpoint_past_its_expiry_is_retired_by_the_sweep(named: Named) -> No
 
 
 def test_audit_and_sweep_know_endpoints_by_their_records(named: Named) -> None:
-    record = named.serves()
+    named.serves()
     assert named.name not in {line["run"] for line in audited()}
-    clients.run_services().delete_service(name=record.service).result(timeout=60)
+    named.destroy()
     assert {"difference": "missing", "run": named.name} in [
         {key: line[key] for key in ("difference", "run")} for line in audited()
     ]
@@ -245,12 +264,13 @@ def audited() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_stack_continues_its_rollouts_and_the_model_before_serves_meanwhile(
-    own_stack: Callable[[], User],
+    own_stack: Callable[[], User], kind: str
 ) -> None:
     """Kills in each state of a rollout. The stack restarts; each request is answered by the model before or after."""
     user = own_stack()
-    named = Named(user, "survivor")
+    named = Named(user, "survivor", kind)
     serving = named.serves().revision(1)
     for state in (RolloutState.DEPLOYING, RolloutState.CHECKING, RolloutState.SHIFTING):
         run = named.put()
@@ -258,7 +278,7 @@ def test_a_killed_stack_continues_its_rollouts_and_the_model_before_serves_meanw
         named.reached(run, state, RolloutState.SHIFTING)
         kill(user)
         user = own_stack()
-        named = Named(user, "survivor")
+        named = Named(user, "survivor", kind)
         answered = named.answer()
         record = user.wait(run)
         assert record.state is RunState.SUCCEEDED, record.error
@@ -276,7 +296,7 @@ def test_a_killed_stack_continues_its_rollouts_and_the_model_before_serves_meanw
 
 def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
     user = named.user
-    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h", "region": "us-central1"}))
+    run = user.drop(user.spec(serve={"type": named.kind, "ttl": "1h", "region": "us-central1"}))
     assert user.wait(run).state is RunState.SUCCEEDED
     user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
     assert f"{named.name} answers" not in ran(user, "serve", run, "--as", "latest", fails=True)
@@ -290,7 +310,7 @@ def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
     assert f"call it with `dropforge chat {named.name}`" in status
     (behind,) = json.loads(ran(user, "status", run, "--json"))["named_endpoints"]
     assert (behind["name"], behind["serves"], behind["base_url"]) == (named.name, True, named.record.base_url)
-    assert ran(user, "token", named.name).strip() == user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
+    assert ran(user, "token", named.name).strip() == named.token
     assert named.record.base_url in ran(user, "snippet", named.name)
     assert ran(user, "chat", named.name, "Hello") == "ok\n"
     assert "has no model before the present one" in ran(user, "rollback", named.name, fails=True)
@@ -315,7 +335,7 @@ def ran(user: User, *arguments: str, fails: bool = False) -> str:
 def test_a_spec_whose_model_cannot_get_behind_its_name_is_refused_before_it_costs_money(named: Named) -> None:
     named.serves(region="us-central1")
     elsewhere = named.user.wait(named.put(region="europe-west4"))
-    serve = {"type": "cloud_run", "endpoint": named.name}
+    serve = {"type": named.kind, "endpoint": named.name}
     key = uuid.uuid4().hex
     named.user.publish(REQUESTS, json.dumps(named.user.spec(serve=serve)).encode(), idempotency_key=key)
     foreign = named.user.wait(names.run_id_of_message(key))

@@ -19,23 +19,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SEED = 9
 FEWEST = 12  # the number of commits of the shortest rollout
 DEATHS = [
-    ("deploy", "stack"),
-    ("deploy", "functions"),
-    ("canary", "stack"),
-    ("rollback", "stack"),
-    ("refused", "functions"),
+    ("cloud_run", "deploy", "stack"),
+    ("cloud_run", "deploy", "functions"),
+    ("cloud_run", "canary", "stack"),
+    ("cloud_run", "rollback", "stack"),
+    ("cloud_run", "refused", "functions"),
+    ("gke", "deploy", "stack"),
+    ("gke", "rollback", "functions"),
+    ("gke", "refused", "stack"),
 ]
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutHarness]:
+def harness(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RolloutHarness]:
     with patch.dict(os.environ), closing(Zygote()) as zygote, patch.object(local, "_spawn", zygote.spawn):
-        harness = RolloutHarness(tmp_path_factory.mktemp("rollouts"))
+        harness = RolloutHarness(tmp_path_factory.mktemp("rollouts"), request.param)
         yield harness
         harness.close()
 
 
-@pytest.mark.parametrize(("life", "kill"), DEATHS)
+@pytest.mark.parametrize(("harness", "life", "kill"), DEATHS, indirect=["harness"])
 def test_a_rollout_ends_by_itself_after_a_death_and_the_model_before_serves_until_then(
     harness: RolloutHarness, life: str, kill: str
 ) -> None:

@@ -82,6 +82,26 @@ def revision_tag(number: int) -> str:
     return f"r{number}"
 
 
+def named_revision(endpoint: str, number: int) -> str:
+    """The short name of all resources of a revision of a named endpoint, where the cloud gives revisions no names.
+
+    It does not begin as `named_endpoint` does: endpoint `a-r1` is not revision 1 of endpoint `a`.
+    """
+    return f"df-r{number}-{endpoint}"
+
+
+def revision_number(resource: str, endpoint: str) -> int | None:
+    """The number of the revision that a resource is part of, by its full name; None for another resource."""
+    match = re.fullmatch(rf"df-r([1-9][0-9]*)-{re.escape(endpoint)}", resource.rsplit("/", 1)[-1])
+    return int(match[1]) if match else None
+
+
+def is_of_endpoint(resource: str, endpoint: str) -> bool:
+    """Whether a resource is part of a named endpoint, by its full name."""
+    is_service = resource.endswith(f"/{named_endpoint(endpoint)}")
+    return is_service or revision_number(resource, endpoint) is not None
+
+
 def rollout_id(topic: str, idempotency_key: str) -> str:
     """The id of the rollout that a message requests. The rollout of a run has the run's id."""
     return f"rollout-{_digest('rollout', topic, idempotency_key)}"

@@ -254,6 +254,14 @@ class Kubernetes:
         if existing is not None:
             check_owner(name, existing["metadata"].get("labels", {}), wanted[names.RUN_LABEL])
 
+    def patch(self, name: str, change: Object) -> bool:
+        """Merge `change` into the object with that name; False if its resourceVersion is not that of `change`.
+
+        https://kubernetes.io/docs/reference/using-api/api-concepts/#patch-and-update
+        """
+        changed = self._call("PATCH", _path(name), body=change, none_for=409, sends="application/merge-patch+json")
+        return changed is not None
+
     def delete(self, name: str, uid: str) -> None:
         """Start to delete the object with that name and uid, and the objects it owns. A missing object is a success."""
         body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
@@ -268,10 +276,11 @@ class Kubernetes:
         query: list[tuple[str, str]] | None = None,
         body: Object | None = None,
         none_for: int | tuple[int, ...] = (),
+        sends: str = "application/json",
     ) -> Object | None:
         """The answer of the API; None for the HTTP statuses in `none_for`. Raises CloudError for other errors."""
         api = self.clients.kubernetes(self.host, self.authority)
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        headers = {"Accept": "application/json", "Content-Type": sends}
         try:
             request = api.param_serialize(
                 method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]

@@ -218,6 +218,17 @@ class EndpointRecord(Stored):
             raise NotFound(f"endpoint {self.name} has no revision {number}")
         return found
 
+    @property
+    def last(self) -> int:
+        """The number of the newest revision; 0: there is none."""
+        return max((revision.number for revision in self.revisions), default=0)
+
+    @property
+    def kept(self) -> set[str]:
+        """The cloud's names of the revisions that stay: the one that serves, and the one for a rollback."""
+        found = map(self.find_revision, (self.stable, self.previous))
+        return {revision.revision for revision in found if revision is not None}
+
     def cost(self, now: datetime) -> float | None:
         """The most that all revisions have cost, in US dollars; None if a price is unknown."""
         costs = [revision.cost(now) for revision in self.revisions]
@@ -303,14 +314,21 @@ class EndpointRecord(Stored):
         found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
         return self.with_rollout(found.model_copy(update={"deadline": deadline, "wait_reason": ""}))
 
-    def promoted(self, rollout: str, url: str, expires: datetime | None, now: datetime) -> EndpointRecord:
-        """This record after the revision of a rollout got every request."""
-        found = self.rollout(rollout)
-        new, old = found.revision, self.stable
+    def promoted(
+        self, rollout: str, url: str, expires: datetime | None, now: datetime, keeps_instances: bool = False
+    ) -> EndpointRecord:
+        """This record after the revision of a rollout got every request.
+
+        `keeps_instances`: the revision before keeps its instances, which cost money until it is deleted.
+        """
+        new, old = self.rollout(rollout).revision, self.stable
+        previous = old if old != new else self.previous
         changed = self.with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
-        if old and old != new:
-            changed = changed.with_revision(old, lambda each: each.unpaid(now))
-        update = {"stable": new, "previous": old if old != new else self.previous, "url": url, "expires": expires}
+        paid = {new, previous} if keeps_instances else {new}
+        for revision in self.revisions:
+            if revision.paid_since and revision.number not in paid:
+                changed = changed.with_revision(revision.number, lambda each: each.unpaid(now))
+        update = {"stable": new, "previous": previous, "url": url, "expires": expires}
         return changed.model_copy(update=update).entered(rollout, RolloutState.PROMOTED, now)
 
     def failed(self, rollout: str, error: RunError, now: datetime) -> EndpointRecord:
@@ -321,11 +339,15 @@ class EndpointRecord(Stored):
         state = RolloutState.ROLLED_BACK if found.state is RolloutState.QUEUED else RolloutState.UNDOING
         return self.with_rollout(found.model_copy(update={"error": error}).entered(state, now))
 
-    def undone(self, rollout: str, now: datetime) -> EndpointRecord:
-        """This record after a failed rollout was undone: its revision gets no requests."""
+    def undone(self, rollout: str, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
+        """This record after a failed rollout was undone: its revision gets no requests.
+
+        `keeps_instances`: the revision for a rollback keeps its instances, which cost money until it is deleted.
+        """
         changed = self.entered(rollout, RolloutState.ROLLED_BACK, now)
+        paid = {self.stable, self.previous} if keeps_instances else {self.stable}
         number = self.rollout(rollout).revision
-        return changed if number == self.stable else changed.with_revision(number, lambda each: each.unpaid(now))
+        return changed if number in paid else changed.with_revision(number, lambda each: each.unpaid(now))
 
     def gone(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record after the endpoint was deleted."""

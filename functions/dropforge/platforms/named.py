@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
@@ -65,14 +66,16 @@ class NamedServer(Protocol):
     """A place that has named endpoints. Verbs raise CloudError when a Google API refuses or fails.
 
     `service` is the full resource name of the endpoint's service, which `service_name` gives. No verb moves a share
-    but `shift`.
+    but `shift`. `keeps_instances`: a revision without a share keeps its instances, which cost money.
     """
+
+    keeps_instances: bool
 
     def region(self, deployment: Deployment) -> str:
         """The region of the endpoint."""
 
-    def service_name(self, settings: Settings, endpoint: str, region: str) -> str:
-        """The full resource name of the service of a named endpoint."""
+    def service_name(self, deployment: Deployment) -> str:
+        """The full resource name of the service of the named endpoint that gets the model."""
 
     def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
         """Advance towards a revision that runs and has no share; `shares` are those of the revisions before.
@@ -83,6 +86,9 @@ class NamedServer(Protocol):
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         """A revision that `deploy` has made; None if the cloud does not have it any more."""
 
+    def resources(self, service: str, revision: str) -> list[str]:
+        """The full names of the resources without which the revision does not serve, as `Server.listed` lists them."""
+
     def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
         """Advance towards these shares; True once the platform reports them."""
 
@@ -92,8 +98,11 @@ class NamedServer(Protocol):
         A count may be minutes late. A revision without a request may be missing.
         """
 
-    def prune(self, cloud: Cloud, service: str, kept: set[str]) -> None:
-        """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays."""
+    def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
+        """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays.
+
+        The revisions with a number above `last` stay: the next rollout may have begun.
+        """
 
     def delete(self, cloud: Cloud, service: str) -> bool:
         """Delete the endpoint with all its revisions; True once a read shows that it does not exist."""
@@ -115,9 +124,8 @@ def revision_labels(candidate: Candidate) -> dict[str, str]:
     return names.labels(deployment.run, deployment.spec.labels, **{**owner, names.ROLLOUT_LABEL: candidate.rollout})
 
 
-def check_owner(service: Any, settings: Settings, endpoint: str) -> None:
-    """Raise CloudError if the labels of a service do not say that it is this deployment's endpoint of that name."""
-    labels = dict(service.labels)
+def check_owner(name: str, labels: Mapping[str, str], settings: Settings, endpoint: str) -> None:
+    """Raise CloudError if the labels of a resource do not say that it is of this deployment's endpoint of that name."""
     if any(labels.get(key) != value for key, value in owner_labels(settings, endpoint).items()):
-        message = f"{service.name} exists and belongs to {labels!r}"
+        message = f"{name} exists and belongs to {dict(labels)!r}"
         raise CloudError(ErrorClass.CONFIG, message, "delete it, or choose another name for the endpoint")

@@ -132,7 +132,7 @@ class ServeSpec(_Typed):
     serves. `credential`: what a request must bring: a Google identity token where IAM guards the endpoint, the
     deployment's API key (`Settings.endpoint_key_secret`), or nothing. `streams_weights`: the server reads the weights
     from the bucket into its accelerators, without a disk. `takes_names`: `endpoint` may name an endpoint that outlives
-    the run.
+    the run. `splits_requests`: a `canary` may have a share of the requests.
     """
 
     is_private: ClassVar[bool] = True
@@ -140,16 +140,17 @@ class ServeSpec(_Typed):
     streams_weights: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
     takes_names: ClassVar[bool] = False
+    splits_requests: ClassVar[bool] = False
 
     endpoint: EndpointName | None = Field(
         default=None,
         description="The name of an endpoint that outlives the run: the model is put behind its URL, in place of the "
-        "model before. Only serve.type cloud_run takes a name so far. Default: the endpoint is the run's own.",
+        "model before. Only serve.type cloud_run and gke take a name so far. Default: the endpoint is the run's own.",
     )
     canary: Canary | None = Field(
         default=None,
         description="The model first gets a share of the requests of `endpoint`, and the rest once it has answered its "
-        "share well. Default: every request at once.",
+        "share well. Only serve.type cloud_run can give shares. Default: every request at once.",
     )
     sampling: Literal["greedy", "base_model"] = Field(
         default="greedy",
@@ -184,7 +185,15 @@ class ServeSpec(_Typed):
         if not names.is_endpoint_name(self.endpoint):
             reserved = ", ".join(sorted(names.RESERVED_ENDPOINTS))
             raise Wrong("/endpoint", "the name is reserved", self.endpoint, f"neither {reserved} nor a run id")
+        if self.canary is not None and not self.splits_requests:
+            found, expected = f"{self.canary.percent} percent", "no canary: the model gets every request at once"
+            raise Wrong("/canary", self.no_canary(), found, expected)
         return self
+
+    @classmethod
+    def no_canary(cls) -> str:
+        """Why an endpoint of this type has no canary, for one whose `splits_requests` is False."""
+        return f"serve.type {cls.type_name()} cannot give a model a share of the requests: its service has no weights"
 
     @property
     def has_key(self) -> bool:

@@ -256,10 +256,16 @@ def has_condition(item: Object, *kinds: str) -> bool:
 
 
 def is_selected(selector: str, labels: Mapping[str, str]) -> bool:
-    """Whether labels have all of `key=value` and `key`."""
-    assert not re.search(r"[!() ]|==", selector), f"selector {selector!r} is not simulated"
-    terms = (term.partition("=") for term in selector.split(","))
-    return all(labels.get(key) == value if equal else key in labels for key, equal, value in terms)
+    """Whether labels have all of `key=value` and `key`, and none of `!key`."""
+    assert not re.search(r"[() ]|!=|==", selector), f"selector {selector!r} is not simulated"
+
+    def is_met(term: str) -> bool:
+        key, equal, value = term.partition("=")
+        if key.startswith("!"):
+            return key[1:] not in labels
+        return labels.get(key) == value if equal else key in labels
+
+    return all(map(is_met, selector.split(",")))
 
 
 def _collection(item: Object) -> str:

@@ -66,8 +66,9 @@ def cluster_objects() -> Iterator[dict[str, Any]]:
     others = {"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [NAMESPACE]}]}
     clients = [*({"ipBlock": {"cidr": range}} for range in CLIENT_RANGES), {"namespaceSelector": others}]
     ingress = [{"from": clients, "ports": [{"protocol": "TCP", "port": 8000}]}]
-    endpoints = {"matchExpressions": [{"key": "dropforge-expires", "operator": "Exists"}]}
-    yield _network_policy("endpoints", {"podSelector": endpoints, "ingress": ingress})
+    for name, label in (("endpoints", "dropforge-expires"), ("named-endpoints", "dropforge-endpoint")):
+        endpoints = {"matchExpressions": [{"key": label, "operator": "Exists"}]}
+        yield _network_policy(name, {"podSelector": endpoints, "ingress": ingress})
     for account in (TRAINER, SERVER):
         metadata = {"name": account, "namespace": NAMESPACE}
         yield {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}

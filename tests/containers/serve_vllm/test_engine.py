@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import shutil
 import subprocess
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from tests.patience import until
 
 from containers.serve_vllm.checks import refused_field
+from containers.serve_vllm.closing import Closing
 from containers.serve_vllm.engine import (
+    CLOSING,
     GREEDY,
     NO_MEDIA,
     TOOL_CALL_PARSERS,
@@ -55,6 +61,39 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
         "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
         f"--max-num-seqs 16 {' '.join((*GREEDY, *NO_MEDIA))} --host 0.0.0.0 --port 8080 --load-format runai_streamer"
     )
+
+
+def test_a_server_that_drains_ends_connections_and_finishes_its_answers() -> None:
+    argv = vllm_argv(Settings.from_environment({**ENVIRONMENT, "DROPFORGE_DRAIN_SECONDS": "285"}), "gs://runs/m")
+    assert argv[-4:] == ["--shutdown-timeout", "285", "--middleware", CLOSING]
+    module, _, name = CLOSING.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is Closing, "vLLM imports it by this path"
+    assert not {"--shutdown-timeout", "--middleware"} & set(vllm_argv(settings(), "gs://runs/m"))
+    with pytest.raises(BadSettings, match="DROPFORGE_DRAIN_SECONDS is '-1'; expected a positive number"):
+        Settings.from_environment({**ENVIRONMENT, "DROPFORGE_DRAIN_SECONDS": "-1"})
+
+
+def test_a_stream_through_the_middleware_ends_its_connection() -> None:
+    """With uvicorn, on which vLLM runs."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        for part in (b"a", b"b"):
+            await send({"type": "http.response.body", "body": part, "more_body": part == b"a"})
+
+    server = uvicorn.Server(
+        uvicorn.Config(Closing(answer), host="127.0.0.1", port=0, lifespan="off", log_level="error")
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    client = http.client.HTTPConnection("127.0.0.1", server.servers[0].sockets[0].getsockname()[1], timeout=60)
+    client.request("GET", "/")
+    got = client.getresponse()
+    assert (got.read(), got.getheader("Connection")) == (b"ab", "close")
+    assert client.sock is None, "the client saw the end of the connection"
+    server.should_exit = True
+    thread.join()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,15 @@ def test_requests_with_the_key_reach_the_engine() -> None:
     assert statuses(KEY, f"Bearer {KEY}") == [200, 503, 503]  # 503: the engine has not started
 
 
+def test_an_answer_ends_its_connection_if_the_server_drains() -> None:
+    async def ask(*, ends: bool) -> str:
+        gate = Gate("http://127.0.0.1:9", "inner", "served", 8, 1, lambda body: 1, ends_connections=ends)
+        async with TestClient(TestServer(gate.application())) as client:
+            return str((await client.get("/v1/models")).headers.get("Connection", ""))
+
+    assert [asyncio.run(ask(ends=ends)) for ends in (True, False)] == ["close", ""]
+
+
 def test_a_server_without_a_key_answers_everybody() -> None:
     assert statuses("", None) == [200, 503, 503]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -110,6 +112,52 @@ def test_rollouts_leave_no_gap(kube: Kube) -> None:
     # Requests in flight at the SIGTERM of their pod may fail, as in Kubernetes without a preStop hook.
     assert len([answer for answer in answers if answer.startswith("error")]) <= 2
     assert sets(kube) == {1: 0, 2: 1}
+
+
+def test_a_changed_selector_moves_new_connections_and_leaves_the_others(kube: Kube) -> None:
+    """A patch that names an old resourceVersion changes nothing."""
+    for name in ("one", "two"):
+        create(kube, name, env={"VERSION": name})
+        rolled_out(kube, name)
+    url = expose(kube, "one")
+    kept = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+
+    def ask() -> str:
+        kept.request("GET", "/")
+        return kept.getresponse().read().decode().split()[0]
+
+    assert (ask(), get(url).split()[0]) == ("one", "one")
+    version = kube.core.read_namespaced_service("one", kube.namespace).metadata.resource_version
+
+    def select(app: str) -> None:
+        change = {"metadata": {"resourceVersion": version}, "spec": {"selector": {"app": app}}}
+        kube.core.patch_namespaced_service("one", kube.namespace, change)
+
+    select("two")
+    assert get(url).split()[0] == "two"
+    assert ask() == "one", "a connection stays with its pod"
+    with pytest.raises(exceptions.ApiException) as refused:
+        select("one")
+    assert refused.value.status == 409
+    assert get(url).split()[0] == "two"
+    kept.close()
+
+
+def test_an_ending_pod_gets_no_requests_and_its_container_runs_until_its_pre_stop_hook_ends(kube: Kube) -> None:
+    hook = {"lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}
+    made = make_deployment("d", container=hook)
+    made["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 30
+    kube.apps.create_namespaced_deployment(kube.namespace, made)
+    rolled_out(kube)
+    url = expose(kube)
+    (pod,) = kube.pods()
+    began = time.monotonic()
+    kube.apps.delete_namespaced_deployment("d", kube.namespace)
+    kube.until(lambda: kube.pods()[0].metadata.deletion_timestamp if kube.pods() else "gone", bool)
+    with pytest.raises(OSError):
+        get(url)
+    kube.until(kube.pods, lambda pods: pod.metadata.uid not in {each.metadata.uid for each in pods})
+    assert time.monotonic() - began >= 1
 
 
 def test_bad_rollouts_stop_and_are_undone(kube: Kube) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from dropforge.platforms.gke.named import workload_of
 from dropforge.platforms.gke.requests import MAIN_PORT, network_policies, requests
-from dropforge.platforms.gke.serve import PORT, deployment_manifest
+from dropforge.platforms.gke.workload import PORT, Workload, deployment_manifest, own_workload
+from dropforge.platforms.named import Candidate
 from dropforge.platforms.ray.requests import DASHBOARD_PORT
 from dropforge.platforms.ray.requests import requests as ray_requests
 from dropforge.platforms.serving import Deployment
@@ -97,7 +99,18 @@ def ray_attempt() -> tuple[list[dict[str, Any]], Pod, Pod]:
 def endpoint() -> Pod:
     made = launch(serve=SERVE)
     expires = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(hours=1)
-    manifest = deployment_manifest(Deployment(made.run, made.spec, SETTINGS, expires, made))
+    return pod_of(own_workload(Deployment(made.run, made.spec, SETTINGS, expires, made)))
+
+
+def named_endpoint() -> Pod:
+    """A pod of a revision of a named endpoint."""
+    made = launch(serve={**SERVE, "endpoint": "text-to-sql"})
+    deployment = Deployment(made.run, made.spec, SETTINGS, datetime(2026, 11, 20, tzinfo=UTC), made, "text-to-sql")
+    return pod_of(workload_of(Candidate(made.run, 1, deployment)))
+
+
+def pod_of(workload: Workload) -> Pod:
+    manifest = deployment_manifest(workload)
     return Pod(manifest["spec"]["template"]["metadata"]["labels"])
 
 
@@ -162,6 +175,7 @@ def test_clients_reach_an_endpoint_at_its_port_and_training_pods_do_not(
 ) -> None:
     everything = [*STANDING, *gke_attempt()[0], *gke_attempt(OTHER_RUN)[0]]
     assert reaches(everything, client, endpoint(), port) is is_reached
+    assert reaches(everything, client, named_endpoint(), port) is is_reached
 
 
 def test_a_cluster_of_its_own_and_a_single_pod_need_no_policy() -> None:

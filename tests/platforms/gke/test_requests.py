@@ -17,7 +17,7 @@ from kubernetes import client
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
 from dropforge.plan import make_plan
-from dropforge.platforms.gke import serve
+from dropforge.platforms.gke import serve, workload
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
 from dropforge.platforms.gke.requests import cluster_of, cluster_request, job_manifest, service_manifest
@@ -544,7 +544,7 @@ def test_the_pods_of_an_endpoint_are_deleted_with_its_deployment(monkeypatch: py
     monkeypatch.setattr(kubernetes, "delete", delete)
     for kind in ("apps.k8s.io/Deployment", "core.k8s.io/Service"):
         assert serve.GkeDeployment().teardown(cloud_with(SETTINGS), kind, f"clusters/c/k8s/{kind}/df-{RUN}-serve")
-    assert list(selected.values()) == [f"{serve.INSTANCE}=df-{RUN}-serve", ""]
+    assert list(selected.values()) == [f"{workload.INSTANCE}=df-{RUN}-serve", ""]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.patience import until
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.cloud import kubernetes
-from dropforge.platforms.gke import serve as gke
+from dropforge.platforms.gke import workload
 from dropforge.platforms.serving import Deployment
 from dropforge.run.record import ResourceState, RunState
 from dropforge.run.store import RunStore
@@ -246,7 +246,7 @@ def test_the_reason_that_an_endpoint_does_not_answer_is_reported(
     cloud: Cloud, image: str, serve: dict[str, Any], faults: dict[str, Any], expected: str, text: str
 ) -> None:
     cloud.faults("kubernetes", **faults)
-    with patch.object(gke, "READY_WAIT_SECONDS", 1.0):
+    with patch.object(workload, "READY_WAIT_SECONDS", 1.0):
         run = cloud.run(image, **serve)
         answer = cloud.deploy(run)
     cloud.faults("kubernetes", stockout=[], quota={}, fail_next=[])
@@ -271,7 +271,7 @@ def test_a_missing_service_account_is_reported_at_once(cloud: Cloud) -> None:
 def test_a_name_that_another_owner_uses_is_refused(cloud: Cloud) -> None:
     run = cloud.run()
     other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
-    manifest = gke.service_manifest(other)
+    manifest = workload.service_manifest(workload.own_workload(other))
     manifest["metadata"]["name"] = names.endpoint_name(run)
     api = kubernetes.connect(here().cloud, kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/c1"))
     assert api.create(manifest)

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import Any
 
 from dropforge.base import names
-from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
@@ -35,20 +34,23 @@ Json = dict[str, Any]
 class NamedService:
     """See `NamedServer` for the contract of each verb."""
 
+    keeps_instances = False  # without a share, a revision scales to zero
+
     def region(self, deployment: Deployment) -> str:
         return CloudRunService().region(deployment)
 
-    def service_name(self, settings: Settings, endpoint: str, region: str) -> str:
-        return f"projects/{settings.project}/locations/{region}/services/{names.named_endpoint(endpoint)}"
+    def service_name(self, deployment: Deployment) -> str:
+        parent = f"projects/{deployment.settings.project}/locations/{self.region(deployment)}"
+        return f"{parent}/services/{names.named_endpoint(deployment.endpoint)}"
 
     def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
-        name = self.service_name(cloud.settings, candidate.endpoint, self.region(candidate.deployment))
+        name = self.service_name(candidate.deployment)
         try:
             service = _find(cloud, name)
             if service is None:  # the first revision; or somebody has deleted the service, and nothing serves
                 _create(cloud, name, service_request(candidate, []))
             else:
-                check_owner(service, cloud.settings, candidate.endpoint)
+                check_owner(service.name, service.labels, cloud.settings, candidate.endpoint)
                 if not _is_of(service, candidate):
                     _update(cloud, service, service_request(candidate, _present(cloud, name, shares)))
             return _wait(cloud, name, lambda found: _reached(found, candidate)) or _waits(cloud, name)
@@ -61,6 +63,9 @@ class NamedService:
         except client_errors() as error:
             raise classify(error) from error
         return _tagged(found, number) if found is not None else None
+
+    def resources(self, service: str, revision: str) -> list[str]:
+        return [service]
 
     def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
         try:
@@ -78,7 +83,8 @@ class NamedService:
         except client_errors() as error:
             raise classify(error) from error
 
-    def prune(self, cloud: Cloud, service: str, kept: set[str]) -> None:
+    def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
+        # Revisions have no numbers here. Cloud Run itself refuses to delete the revision of a rollout that has begun.
         from google.api_core.exceptions import GoogleAPICallError
 
         revisions = cloud.clients.run_revisions()

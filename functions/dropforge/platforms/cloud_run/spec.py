@@ -102,6 +102,7 @@ class CloudRunServe(ServeSpec):
     is_private = False
     credential = "identity_token"
     takes_names = True
+    splits_requests = True
 
     type: Literal["cloud_run"] = Field(description="A Cloud Run service.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")

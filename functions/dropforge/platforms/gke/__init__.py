@@ -27,6 +27,7 @@ PLATFORM = Platform(
         Serving(
             spec=GkeServe,
             adapter="dropforge.platforms.gke.serve:GkeDeployment",
+            named="dropforge.platforms.gke.named:NamedDeployments",
             kinds=(
                 "apps.k8s.io/Deployment",
                 "autoscaling.k8s.io/HorizontalPodAutoscaler",

@@ -173,6 +173,8 @@ class GkeTarget(ClusterTarget):
 class GkeServe(ServeSpec):
     """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster, reached inside the VPC only."""
 
+    takes_names = True
+
     type: Literal["gke"] = Field(description="A Deployment on GKE Autopilot.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by GKE's name.")
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")

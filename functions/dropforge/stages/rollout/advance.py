@@ -14,7 +14,7 @@ from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
 from dropforge.money import serving_price
 from dropforge.platforms.named import Candidate, Counted, Reached, Share
-from dropforge.platforms.serving import START_HINT, Deployment
+from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.artifacts import read_manifest
 from dropforge.run.events import dumps
@@ -105,7 +105,7 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
         context.cloud, candidate, _shares(record, record.stable, record.previous)
     )
     if isinstance(found, Waits):
-        return _wait(context, record, mine, found.reason)
+        return _wait(context, record, mine, found.reason, until=_start_ends(spec, mine))
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         named = latest.with_revision(mine.revision, lambda r: r.model_copy(update={"revision": found.revision}))
@@ -123,9 +123,10 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         hint = f"`dropforge serve RUN --as {record.name}` deploys its model again"
         raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more", hint)
     audience = found.endpoint_url
-    if problem := completion_problem(context.cloud, found.url, record.name, audience=audience):
+    key = endpoint_key(context.cloud, context.store.spec(record.revision(mine.revision).run))
+    if problem := completion_problem(context.cloud, found.url, record.name, key, audience):
         return _wait(context, record, mine, "the revision does not answer a completion yet", problem)
-    if mine.kind == "deploy" and (answer := _compare(context, record, mine, found)) is not None:
+    if mine.kind == "deploy" and (answer := _compare(context, record, mine, found, key)) is not None:
         return answer
     if (wanted := mine.canary) is not None and record.stable:
         longest = timedelta(seconds=wanted.seconds) + canary.patience(wanted) + COMPARING
@@ -135,10 +136,10 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     return None
 
 
-def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Reached) -> Answer | None:
+def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Reached, key: str) -> Answer | None:
     """Compare the revision with the seal of its model. Raises CloudError if it differs."""
     known = record.revision(mine.revision).parity
-    parity, error = compare(context, mine.run, known, found.url, record.name, audience=found.endpoint_url)
+    parity, error = compare(context, mine.run, known, found.url, record.name, key, found.endpoint_url)
     if parity != known:
         _note_parity(context, record, mine, parity)
     if error is not None:
@@ -196,10 +197,9 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     found = server.find(context.cloud, record.service, mine.revision)
     if found is None:
         raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more")
-    expires = _expiry(context, record, mine)
-    now = context.now()
-    changed = context.endpoints.update(record.name, lambda r: r.promoted(mine.id, found.endpoint_url, expires(r), now))
-    _prune(context, changed)
+    url, expires, now, keeps = found.endpoint_url, _expiry(context, record, mine), context.now(), server.keeps_instances
+    changed = context.endpoints.update(record.name, lambda r: r.promoted(mine.id, url, expires(r), now, keeps))
+    prune(context, changed)
     return None
 
 
@@ -212,9 +212,9 @@ def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | N
         is_done = server.delete(context.cloud, record.service)
     if not is_done:
         return Pending(wait_seconds=LOOK_SECONDS)
-    changed = context.endpoints.update(record.name, lambda r: r.undone(mine.id, context.now()))
+    changed = _undone(context, record, mine)
     if record.stable:
-        _prune(context, changed)
+        prune(context, changed)
     return None
 
 
@@ -250,7 +250,12 @@ def _give_up(context: Context, record: EndpointRecord, mine: Rollout, error: Clo
     """End a rollout that cannot be undone, so that the next one can: the platform refuses to move the requests."""
     message = f"the rollout could not be undone: {error.message}"
     context.log(message, stage="rollout", run=mine.run, severity="ERROR", endpoint=record.name, rollout=mine.id)
-    context.endpoints.update(record.name, lambda latest: latest.undone(mine.id, context.now()))
+    _undone(context, record, mine)
+
+
+def _undone(context: Context, record: EndpointRecord, mine: Rollout) -> EndpointRecord:
+    keeps, now = context.platforms.named(record.type).keeps_instances, context.now()
+    return context.endpoints.update(record.name, lambda latest: latest.undone(mine.id, now, keeps))
 
 
 def _fail(
@@ -262,11 +267,19 @@ def _fail(
     return context.endpoints.update(record.name, lambda latest: latest.failed(mine.id, error, context.now()))
 
 
-def _wait(context: Context, record: EndpointRecord, mine: Rollout, reason: str, problem: str = "") -> Pending:
-    """Wait until the rollout's deadline; then raise CloudError with the problem, or else the reason."""
+def _wait(
+    context: Context,
+    record: EndpointRecord,
+    mine: Rollout,
+    reason: str,
+    problem: str = "",
+    until: datetime | None = None,
+) -> Pending:
+    """Wait until a time, at most the rollout's deadline; then raise CloudError with the problem, or else the reason."""
     now, began = context.now(), mine.started or context.now()
-    if mine.deadline is not None and now >= mine.deadline:
-        waited = (mine.deadline - began).total_seconds()
+    ends = min((each for each in (until, mine.deadline) if each is not None), default=None)
+    if ends is not None and now >= ends:
+        waited = (ends - began).total_seconds()
         message = f"revision {mine.revision} was not ready after {waited:.0f} s: {problem or reason}"
         raise CloudError(ErrorClass.DEADLINE, message, START_HINT)
     kept = cut(reason, MAX_REASON)
@@ -295,10 +308,9 @@ def _split(record: EndpointRecord, canary: int, percent: int) -> list[Share]:
     return [*rest, Share(record.revision(canary).revision, canary, percent)]
 
 
-def _prune(context: Context, record: EndpointRecord) -> None:
+def prune(context: Context, record: EndpointRecord) -> None:
     """Delete the revisions that no rollback can promote."""
-    kept = {record.revision(number).revision for number in (record.stable, record.previous) if number}
-    context.platforms.named(record.type).prune(context.cloud, record.service, kept)
+    context.platforms.named(record.type).prune(context.cloud, record.service, record.kept, record.last)
 
 
 def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable[[EndpointRecord], datetime | None]:
@@ -309,6 +321,12 @@ def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable
     assert serve is not None, "the request was refused otherwise"
     until = context.now() + timedelta(seconds=seconds(serve.ttl))
     return lambda latest: None if latest.stable and latest.expires is None else max(latest.expires or until, until)
+
+
+def _start_ends(spec: JobSpec, mine: Rollout) -> datetime | None:
+    """When the platform must report the revision as ready."""
+    assert spec.serve is not None, "the request was refused otherwise"
+    return mine.started and mine.started + timedelta(seconds=seconds(spec.serve.startup_timeout))
 
 
 def _patience(spec: JobSpec) -> timedelta:
@@ -325,7 +343,7 @@ def _revision(context: Context, record: EndpointRecord, mine: Rollout, spec: Job
     if manifest is None:
         raise CloudError(ErrorClass.CONFIG, f"the model of run {mine.run} does not exist any more")
     return Revision(
-        number=max((each.number for each in record.revisions), default=0) + 1,
+        number=record.last + 1,
         run=mine.run,
         digest=sha256(dumps(manifest.model_dump(mode="json"))).hexdigest(),
         who=mine.who,

@@ -92,6 +92,8 @@ def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
         return canary_of(serve.canary)
     if arguments["canary"] is None:
         return None
+    if not serve.splits_requests:
+        raise Refused(serve.no_canary(), "`--canary none`: the model gets every request at once")
     try:
         return canary_of(parts.Canary.model_validate(arguments["canary"]))
     except ValidationError as error:

@@ -51,11 +51,11 @@ def put_behind(
         raise Refused(f"the model of run {record.run} cannot be served: {problem}", f"`dropforge status {record.run}`")
     assert spec.serve is not None, "the callers pass only specs that serve"
     server = context.platforms.named(spec.serve.type)
-    region = server.region(Deployment(record.run, spec, context.settings, context.now()))
+    deployment = Deployment(record.run, spec, context.settings, context.now(), endpoint=endpoint)
     place = {
         "type": spec.serve.type,
-        "region": region,
-        "service": server.service_name(context.settings, endpoint, region),
+        "region": server.region(deployment),
+        "service": server.service_name(deployment),
     }
     wanted = _rollout(context, rollout, "deploy", who, record.run).model_copy(update={"canary": canary})
     new = EndpointRecord(name=endpoint, source=record.topic, created=context.now(), **place)
@@ -63,7 +63,7 @@ def put_behind(
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
-        _check_place(latest, new.type, new.region)
+        _check_place(latest, new.type, new.region, new.service)
         return latest.model_copy(update=place).with_rollout(wanted)
 
     return _request(context, endpoint, rollout, change)
@@ -74,10 +74,11 @@ def check_name(context: Context, spec: JobSpec, topic: str) -> None:
     serve = spec.serve
     if serve is None or serve.endpoint is None or (record := context.endpoints.find(serve.endpoint)) is None:
         return
-    region = context.platforms.named(serve.type).region(Deployment("", spec, context.settings, context.now()))
+    server = context.platforms.named(serve.type)
+    deployment = Deployment("", spec, context.settings, context.now(), endpoint=serve.endpoint)
     try:
         _check(context, record, topic)
-        _check_place(record, serve.type, region)
+        _check_place(record, serve.type, server.region(deployment), server.service_name(deployment))
     except Refused as refused:
         problem = SpecProblem("/serve/endpoint", refused.message, serve.endpoint, refused.hint)
         raise InvalidSpec([problem]) from None
@@ -182,7 +183,7 @@ def _check(context: Context, record: EndpointRecord, topic: str) -> None:
         )
 
 
-def _check_place(record: EndpointRecord, kind: str, region: str) -> None:
+def _check_place(record: EndpointRecord, kind: str, region: str, service: str) -> None:
     """Raises Refused if a model there would change the URL of the endpoint."""
     is_fixed = record.state is not EndpointState.NEW or record.current is not None
     if is_fixed and (record.type, record.region) != (kind, region):
@@ -190,6 +191,12 @@ def _check_place(record: EndpointRecord, kind: str, region: str) -> None:
         raise Refused(
             f"endpoint {record.name} is on {found}, and the model would be on {kind} in {region}: its URL would change",
             f"set serve.type and serve.region to {found}, or choose another name",
+        )
+    if is_fixed and record.service != service:
+        raise Refused(
+            f"endpoint {record.name} is {record.service}, and the model would be behind {service}: "
+            "its URL would change",
+            "set serve.cluster to the cluster of the endpoint, or choose another name",
         )
 
 

@@ -14,7 +14,7 @@ TRIED_FOR = timedelta(minutes=2)  # after the end of a rollout: a channel that f
 
 def tell(context: Context, record: EndpointRecord, rollout: Rollout) -> bool:
     """Send the notice about the present state of a rollout once; False if another try may succeed."""
-    revision = record.find_revision(rollout.revision) or record.find_revision(_last(record))
+    revision = record.find_revision(rollout.revision) or record.find_revision(record.last)
     if revision is None:
         return True  # nothing was ever put behind the name
     run = context.store.record(revision.run)
@@ -50,7 +50,3 @@ def notice_of(record: EndpointRecord, rollout: Rollout) -> Notice:
     stays = f"revision {record.stable} serves until then" if record.stable else "it is the first revision"
     text = f"revision {rollout.revision} is started and compared with its model; {stays}"
     return Notice(key, f"is being put behind {name}", text, Tone.NEWS)
-
-
-def _last(record: EndpointRecord) -> int:
-    return max((revision.number for revision in record.revisions), default=0)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from dropforge.base import names
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
-from dropforge.endpoints.record import EndpointState
+from dropforge.endpoints.record import EndpointRecord, EndpointState
 from dropforge.endpoints.store import EndpointStore
+from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import Ledger, Record, ResourceState
 from dropforge.run.store import RunStore
 
@@ -53,7 +55,7 @@ def audit(context: Context) -> Audit:
     resources, problems = list_all(context.cloud)
     differences = compare(store, before, [resource for resource in resources if not resource.endpoint])
     services = [resource for resource in resources if resource.endpoint]
-    differences += compare_endpoints(serving, _serving(context.endpoints), services)
+    differences += compare_endpoints(context.platforms, serving, _serving(context.endpoints), services)
     return Audit(differences, problems, len(resources), len(before))
 
 
@@ -74,36 +76,53 @@ def compare(store: RunStore, before: dict[str, Ledger], resources: Iterable[List
     return sorted(first & second)
 
 
-def compare_endpoints(before: dict[str, str], after: dict[str, str], services: Iterable[Listed]) -> list[Difference]:
-    """Return the differences between the records of named endpoints and their services in the cloud.
+def compare_endpoints(
+    platforms: Platforms,
+    before: dict[str, EndpointRecord],
+    after: dict[str, EndpointRecord],
+    resources: Iterable[Listed],
+) -> list[Difference]:
+    """Return the differences between the records of named endpoints and their resources in the cloud.
 
-    `before` and `after` the listing: the service of each endpoint that serves, "" for a rollout that has not ended. An
-    endpoint that changed in between is no difference.
+    `before` and `after` the listing: the endpoints that serve, and those with a rollout that has not ended. An endpoint
+    that changed in between is no difference.
     """
-    listed = {service.name: service for service in services}
+    listed = {resource.name: resource for resource in resources}
+    settled = [record for name, record in before.items() if record.current is None and after.get(name) == record]
     missing = [
-        Difference(MISSING, endpoint, "", name)
-        for endpoint, name in before.items()
-        if name and name not in listed and after.get(endpoint) == name
+        Difference(MISSING, record.name, "", name)
+        for record in settled
+        for name in _expected(platforms, record)
+        if name not in listed
     ]
     unowned = [
-        Difference(UNOWNED, service.endpoint, service.kind, service.name)
-        for service in listed.values()
-        if service.endpoint not in before and service.endpoint not in after
+        Difference(UNOWNED, resource.endpoint, resource.kind, resource.name)
+        for resource in listed.values()
+        if (resource.endpoint not in before and resource.endpoint not in after)
+        or any(record.name == resource.endpoint and is_left_over(record, resource) for record in settled)
     ]
     return sorted([*missing, *unowned])
 
 
-def _serving(endpoints: EndpointStore) -> dict[str, str]:
-    """The service of each endpoint that serves; "" for each endpoint with a rollout that has not ended."""
-    found = {}
-    for name in endpoints.names():
-        record = endpoints.record(name)
-        if record.current is not None:
-            found[name] = ""
-        elif record.state is EndpointState.SERVING:
-            found[name] = record.service
-    return found
+def is_left_over(record: EndpointRecord, resource: Listed) -> bool:
+    """Whether a listed resource of an endpoint is part of a revision that no rollback can promote."""
+    number = names.revision_number(resource.name, record.name)
+    return number is not None and number not in (record.stable, record.previous)
+
+
+def _expected(platforms: Platforms, record: EndpointRecord) -> list[str]:
+    """The names of the resources without which an endpoint does not serve."""
+    serving = record.serving
+    assert serving is not None, "the caller passes only endpoints that serve"
+    return platforms.named(record.type).resources(record.service, serving.revision)
+
+
+def _serving(endpoints: EndpointStore) -> dict[str, EndpointRecord]:
+    """Each endpoint that serves, or has a rollout that has not ended."""
+    records = (endpoints.record(name) for name in endpoints.names())
+    return {
+        record.name: record for record in records if record.current is not None or record.state is EndpointState.SERVING
+    }
 
 
 def _ledgers(store: RunStore, runs: Iterable[str]) -> dict[str, Ledger]:

@@ -14,7 +14,10 @@ from dropforge.cloud.executions import live_executions, start_rollout
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, EndpointState
+from dropforge.stages.rollout.advance import prune
 from dropforge.stages.rollout.requests import START_WITHIN, retire
+
+from .audit import is_left_over
 
 SWEEP = "the sweep"
 
@@ -31,6 +34,8 @@ def tend(context: Context, endpoint: str, listed: Iterable[Listed], now: datetim
         return _expire(context, record)
     if record is None or record.state is not EndpointState.SERVING:
         return _delete(context, endpoint, listed, now)
+    if any(is_left_over(record, resource) for resource in listed):
+        prune(context, record)
     return ""
 
 
@@ -63,7 +68,7 @@ def _delete(context: Context, endpoint: str, listed: Iterable[Listed], now: date
     """Delete the services of an endpoint that serves nothing, unless they are as new as a record may be."""
     old = [each for each in listed if each.created is not None and now - each.created > START_WITHIN]
     for resource in old:
-        if not resource.name.endswith(f"/{names.named_endpoint(endpoint)}"):
+        if not names.is_of_endpoint(resource.name, endpoint):
             message = f"{resource.name} is not deleted: its label says endpoint {endpoint}, its name does not"
             raise CloudError(ErrorClass.CONFIG, message, "find out who set its labels")
         message = "of an endpoint that serves nothing"

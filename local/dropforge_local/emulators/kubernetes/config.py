@@ -60,6 +60,7 @@ class KubernetesConfig:
     restart_seconds: float = 10.0  # CrashLoopBackOff's first delay; doubles up to five minutes
     pull_retry_seconds: float = 10.0  # ImagePullBackOff's first delay; doubles up to five minutes
     probe_seconds: float = 0.25  # period of probes until a container is ready, whatever its own period
+    longest_pre_stop_seconds: float = 1.0  # of a preStop hook `sleep`, whatever the hook asks for
     preemption_grace_seconds: float = 15.0  # maximum grace time of pods when a spot node shuts down
     autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
     watch_history: int = 2000  # changes kept for watches; a watch from an older change gets 410 Gone

@@ -4,19 +4,25 @@ Each answer names its revision as `system_fingerprint`. A stream with `max_token
 To "fail unless REVISION" every other revision answers 500, and to "slow unless REVISION" after a second.
 To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8.
 
+With DROPFORGE_DRAIN_SECONDS it ends the connection with each answer, and at SIGTERM it finishes its answers first.
+
 With DROPFORGE_SECRETS it demands the API key, which it reads from Secret Manager by its own account.
 """
 
 import base64
 import json
 import os
+import signal
+import threading
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
-REVISION = os.environ.get("K_REVISION", "")
+# Of Cloud Run, or of the Deployment whose pod this is.
+REVISION = os.environ.get("K_REVISION") or os.environ.get("HOSTNAME", "").rpartition("-")[0].rpartition("-")[0]
+DRAINS = "DROPFORGE_DRAIN_SECONDS" in os.environ
 PROMPT, ANSWER = [2, 10], [7, 8]  # the ids of every prompt, and of every answer
 
 
@@ -118,9 +124,22 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def end_headers(self) -> None:
+        if DRAINS:
+            self.send_header("Connection", "close")  # which also ends the connection after the answer
+        super().end_headers()
+
     def log_message(self, *args: object) -> None:
         pass
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = not DRAINS  # otherwise the end of the server waits for its answers
+
+
 if __name__ == "__main__":
-    ThreadingHTTPServer((os.environ.get("HOST", "127.0.0.1"), int(os.environ["PORT"])), Handler).serve_forever()
+    server = Server((os.environ.get("HOST", "127.0.0.1"), int(os.environ["PORT"])), Handler)
+    if DRAINS:
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    server.serve_forever()
+    server.server_close()

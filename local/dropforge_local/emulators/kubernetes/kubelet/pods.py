@@ -397,9 +397,19 @@ class PodWorker:
 
     async def _terminate(self, name: str, grace_seconds: float) -> None:
         container = self._running[name]
-        ended = await container.terminate(grace_seconds)
+        slept = await self._pre_stop(name, container, grace_seconds)
+        ended = await container.terminate(max(0.0, grace_seconds - slept))
         if self._known_exit(name) is None:
             self._mark_ended(name, container, ended)
+
+    async def _pre_stop(self, name: str, container: Container, grace_seconds: float) -> float:
+        """Carry out the preStop hook `sleep`, while the container runs; return how long it took of the grace time."""
+        spec = next(item for item in self._all_containers() if item["name"] == name)
+        asked = spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        duration: float = min(asked, grace_seconds, self._tools.config.longest_pre_stop_seconds)
+        if duration:
+            await first(container.wait(), self._tools.clock.sleep_until(self._tools.now() + duration))
+        return duration
 
     async def _hurry(self) -> None:
         """Kill the containers when a new deletion of the pod shortens the grace time."""

@@ -1,0 +1,210 @@
+"""Named endpoints on GKE: a Service with one address, whose selector names the Deployment of the revision that serves.
+
+Each revision is a workload of its own, with a Service by which it is checked before it serves. A Service has no
+weights: the selector moves every new connection at once, and connections that exist stay where they are. So a revision
+ends a connection with each answer, and keeps its pods until no rollback can promote it.
+Service: https://kubernetes.io/docs/concepts/services-networking/service/
+End of pods: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud import kubernetes
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.kubernetes import Kubernetes, Object
+from dropforge.platforms.named import Candidate, Counted, Reached, Share, check_owner, owner_labels, revision_labels
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import Waits
+
+from .spec import GkeServe
+from .workload import (
+    INSTANCE,
+    KINDS,
+    SPOT_DRAIN_SECONDS,
+    Workload,
+    cluster_of,
+    connect,
+    manifests,
+    region_of,
+    serve_of,
+    service_manifest,
+    url_of,
+    url_once_ready,
+)
+
+DRAIN_SECONDS = 285  # for unfinished answers of an ending server: its pod ends within 300 s
+
+
+class NamedDeployments:
+    """See `NamedServer` for the contract of each verb."""
+
+    keeps_instances = True
+
+    def region(self, deployment: Deployment) -> str:
+        return region_of(deployment.spec)
+
+    def service_name(self, deployment: Deployment) -> str:
+        namespace = f"{cluster_of(deployment)}/k8s/namespaces/{deployment.settings.kubernetes_namespace}"
+        return f"{namespace}/services/{names.named_endpoint(deployment.endpoint)}"
+
+    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+        deployment, cluster = candidate.deployment, cluster_of(candidate.deployment)
+        api = connect(cloud, deployment)
+        if api is None:
+            return Waits(f"{cluster} is being created")
+        service, workload = self.service_name(deployment), workload_of(candidate)
+        existing = api.get(service)
+        if existing is not None:
+            check_owner(service, existing["metadata"].get("labels", {}), deployment.settings, candidate.endpoint)
+        for manifest in manifests(workload):
+            _ensure(api, cluster, manifest, candidate)
+        url = url_once_ready(cloud, api, workload)
+        if isinstance(url, Waits):
+            return url
+        if existing is None:  # the first revision; or somebody has deleted the Service
+            _ensure(api, cluster, service_of(deployment, _serving(api, service, shares) or workload.name), candidate)
+        found = _reached(api, service, workload.name)
+        return found or Waits("the load balancer of the endpoint has no address yet")
+
+    def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
+        api = _api(cloud, service)
+        return None if api is None else _reached(api, service, names.named_revision(_endpoint(service), number))
+
+    def resources(self, service: str, revision: str) -> list[str]:
+        return [service, _deployment_name(service, revision)]
+
+    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
+        (wanted,) = (share.revision for share in shares if share.percent)
+        api = _api(cloud, service)
+        if api is None or (found := api.get(service)) is None:
+            hint = "the next rollout creates it again"
+            raise CloudError(ErrorClass.CONFIG, f"{service} does not exist any more", hint)
+        if found["spec"]["selector"] == {INSTANCE: wanted}:
+            return True
+        server = api.get(_deployment_name(service, wanted))
+        if server is None:
+            raise CloudError(ErrorClass.CONFIG, f"revision {wanted} does not exist any more")
+        if not server.get("status", {}).get("availableReplicas"):
+            return False  # its pods were lost after the check, and Kubernetes replaces them
+        version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        return api.patch(service, {"metadata": version, "spec": {"selector": {INSTANCE: wanted}}})
+
+    def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
+        raise CloudError(ErrorClass.CONFIG, GkeServe.no_canary(), "every request at once: `--canary none`")
+
+    def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
+        try:
+            if (api := _api(cloud, service)) is not None:
+                _prune(cloud, api, service, kept, last)
+        except CloudError as error:
+            message = f"revisions of {service} are not pruned: {error.message}"
+            cloud.log(message, stage="rollout", severity="WARNING")
+
+    def delete(self, cloud: Cloud, service: str) -> bool:
+        api = _api(cloud, service)
+        if api is None:
+            return True
+        deadline = cloud.clock.monotonic() + kubernetes.GONE_WAIT_SECONDS
+        while remaining := list(_parts(cloud, api, service, with_pods=True)):
+            for name, item in remaining:
+                if "deletionTimestamp" not in item["metadata"]:
+                    api.delete(name, item["metadata"]["uid"])
+            if cloud.clock.monotonic() > deadline:
+                return False
+            cloud.clock.sleep(kubernetes.LOOK_SECONDS)
+        return True
+
+
+def workload_of(candidate: Candidate) -> Workload:
+    """The workload of a revision."""
+    is_spot = serve_of(candidate.deployment.spec).capacity == "spot"
+    name = names.named_revision(candidate.endpoint, candidate.number)
+    return Workload(
+        name, revision_labels(candidate), candidate.deployment, SPOT_DRAIN_SECONDS if is_spot else DRAIN_SECONDS
+    )
+
+
+def service_of(deployment: Deployment, selected: str) -> Object:
+    """The Service of a named endpoint, which selects the pods of a revision."""
+    labels = owner_labels(deployment.settings, deployment.endpoint)
+    made = service_manifest(Workload(names.named_endpoint(deployment.endpoint), labels, deployment))
+    made["metadata"]["labels"] = labels
+    made["spec"]["selector"] = {INSTANCE: selected}
+    return made
+
+
+def _ensure(api: Kubernetes, cluster: str, manifest: Object, candidate: Candidate) -> None:
+    """Create an object, unless an earlier call has created it. Raises CloudError if the object has another owner."""
+    if api.create(manifest):
+        return
+    name, wanted = kubernetes.resource_of(cluster, manifest).name, manifest["metadata"]["labels"]
+    if (existing := api.get(name)) is None:
+        return
+    labels = existing["metadata"].get("labels", {})
+    check_owner(name, labels, candidate.deployment.settings, candidate.endpoint)
+    if labels.get(names.ROLLOUT_LABEL) != wanted.get(names.ROLLOUT_LABEL):
+        message = f"{name} is of rollout {labels.get(names.ROLLOUT_LABEL)}"
+        raise CloudError(ErrorClass.CONFIG, message, "delete it: no record knows that revision")
+
+
+def _prune(cloud: Cloud, api: Kubernetes, service: str, kept: set[str], last: int) -> None:
+    """Delete the parts of the revisions up to `last` that are neither kept nor selected: the selected one answers."""
+    found = api.get(service)
+    selected = {found["spec"]["selector"][INSTANCE]} if found else set()
+    for name, item in _parts(cloud, api, service):
+        number = names.revision_number(name, _endpoint(service))
+        is_old = number is not None and number <= last
+        if is_old and item["metadata"]["name"] not in {*selected, *kept}:
+            api.delete(name, item["metadata"]["uid"])
+
+
+def _serving(api: Kubernetes, service: str, shares: list[Share]) -> str:
+    """The revision with every request, if its Deployment exists; "" otherwise."""
+    wanted = next((share.revision for share in shares if share.percent), "")
+    return wanted if wanted and api.get(_deployment_name(service, wanted)) else ""
+
+
+def _reached(api: Kubernetes, service: str, revision: str) -> Reached | None:
+    """How to reach a revision and its endpoint; None if one of them does not exist or has no address."""
+    own, endpoint = api.get(_sibling(service, revision)), api.get(service)
+    if own is None or endpoint is None or api.get(_deployment_name(service, revision)) is None:
+        return None
+    url, endpoint_url = url_of(own), url_of(endpoint)
+    return Reached(revision, url, endpoint_url) if url and endpoint_url else None
+
+
+def _api(cloud: Cloud, service: str) -> Kubernetes | None:
+    """The API of the endpoint's cluster; None if the cluster does not exist."""
+    cluster = kubernetes.find_cluster(cloud, service.partition("/k8s/")[0])
+    return None if cluster is None else kubernetes.connect(cloud, cluster)
+
+
+def _parts(cloud: Cloud, api: Kubernetes, service: str, *, with_pods: bool = False) -> Iterator[tuple[str, Object]]:
+    """Every object of a named endpoint, with its full name."""
+    cluster, _, rest = service.partition("/k8s/namespaces/")
+    selector = ",".join(f"{key}={value}" for key, value in owner_labels(cloud.settings, _endpoint(service)).items())
+    for kind in (*KINDS, *([("v1", "Pod")] if with_pods else [])):
+        for item in api.each(rest.partition("/")[0], *kind, selector):
+            yield kubernetes.resource_of(cluster, item).name, item
+
+
+def _short(service: str) -> str:
+    return service.rpartition("/")[2]
+
+
+def _endpoint(service: str) -> str:
+    return _short(service).removeprefix(names.named_endpoint(""))
+
+
+def _sibling(service: str, revision: str) -> str:
+    """The full name of a revision's own Service."""
+    return f"{service.rpartition('/')[0]}/{revision}"
+
+
+def _deployment_name(service: str, revision: str) -> str:
+    return f"{service.rpartition('/services/')[0]}/apps/deployments/{revision}"
