@@ -59,38 +59,45 @@ class Memory:
 
     def __init__(self, name: str = "runs") -> None:
         self.name, self.objects, self.client = name, dict[str, tuple[bytes, int]](), self
+        self.metadata: dict[str, dict[str, str]] = {}
 
     def bucket(self, name: str) -> Memory:
         return self
 
     def blob(self, name: str, generation: int | None = None) -> Blob:
-        return Blob(self.objects, name)
+        return Blob(self, name)
 
     def get_blob(self, name: str, **_: Any) -> Blob | None:
         if name not in self.objects:
             return None
-        found = Blob(self.objects, name)
-        found.generation = self.objects[name][1]
-        return found
+        return self._present(name)
 
     def list_blobs(self, bucket: object, prefix: str = "", **_: Any) -> list[Blob]:
-        return [Blob(self.objects, name) for name in sorted(self.objects) if name.startswith(prefix)]
+        return [self._present(name) for name in sorted(self.objects) if name.startswith(prefix)]
+
+    def _present(self, name: str) -> Blob:
+        found = Blob(self, name)
+        found.generation, found.metadata = self.objects[name][1], self.metadata.get(name)
+        return found
 
 
 class Blob:
     """An object of a bucket in memory."""
 
-    def __init__(self, objects: dict[str, tuple[bytes, int]], name: str) -> None:
-        self.objects, self.name = objects, name
-        self.generation = 0
+    def __init__(self, bucket: Memory, name: str) -> None:
+        self.objects, self.name = bucket.objects, name
+        self.generation, self.metageneration = 0, 1
+        self.metadata: dict[str, str] | None = None
+        self._described = bucket.metadata
         self.time_created = self.updated = utc_now()
-        self.size = len(objects.get(name, (b"", 0))[0])
+        self.size = len(self.objects.get(name, (b"", 0))[0])
 
     def upload_from_string(self, data: bytes, content_type: str = "", *, if_generation_match: int, **_: Any) -> None:
         if self.objects.get(self.name, (b"", 0))[1] != if_generation_match:
             raise PreconditionFailed("generation")
         self.generation = if_generation_match + 1
         self.objects[self.name] = (data, self.generation)
+        self._described[self.name] = self.metadata or {}
 
     def download_as_bytes(self, **_: Any) -> bytes:
         if self.name not in self.objects:

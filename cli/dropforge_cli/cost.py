@@ -9,12 +9,11 @@ from datetime import datetime
 import click
 
 from dropforge.base.clock import utc_now
-from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
+from dropforge.bill import BY, LABEL, Group, grouped
 from dropforge.run.record import RunState
 
 from .deployment import connect
 from .display import stderr, stdout, table
-from .listing import read_specs
 from .options import json_option, since_option, state_option
 from .plain import echo, echo_json
 from .runs import all_runs
@@ -42,10 +41,8 @@ def cost(by: str, since: datetime | None, as_json: bool, as_csv: bool, state: st
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
     store, now = connect(state).store, utc_now()
-    accepted = [record for record in all_runs(store) if record.state is not RunState.REJECTED]
-    records = [record for record in accepted if since is None or record.created >= since]
-    specs = read_specs(store, records)
-    runs = [Priced(record, specs[record.run]) for record in records]
+    accepted = [run for run in all_runs(store) if run.state is not RunState.REJECTED]
+    runs = [run for run in accepted if since is None or run.created >= since]
     groups, total = grouped(runs, by, now), Group.of("in all", runs, now)
     if as_json:
         echo_json({"by": by, "groups": [group.to_json() for group in groups], "total": total.to_json()})
@@ -54,7 +51,7 @@ def cost(by: str, since: datetime | None, as_json: bool, as_csv: bool, state: st
     elif not runs:
         stdout().print("no runs, so no cost")
     else:
-        show(groups, total, by, sum(is_open(record, now) for record in records))
+        show(groups, total, by, sum(run.is_open(now) for run in runs))
 
 
 def show(groups: list[Group], total: Group, by: str, still_open: int) -> None:

@@ -47,6 +47,9 @@ COMMANDS = {
     "audit": Lazy(
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
     ),
+    "index": Lazy(
+        "index", "Rebuild the summaries of the runs, from which `runs`, `cost` and the console make their lists."
+    ),
     "chat": Lazy("chat", "Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."),
     "token": Lazy("token", "Print the token of an endpoint, alone, for scripts: the API key of an OpenAI client."),
     "snippet": Lazy("snippet", "Print a program that asks an endpoint, with a held-out question if there is one."),

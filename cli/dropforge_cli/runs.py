@@ -16,15 +16,17 @@ from dropforge.base.errors import Malformed, NotFound
 from dropforge.base.figures import age, duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord
+from dropforge.index import READERS, read_index
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
+from dropforge.run.summary import Summary
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
 from .display import counted, joined, stderr, stdout, table, titled, working
 from .endpoints import endpoint_json, named_json, named_of
 from .follow import Follower, Snapshot, bar, describe_wait, watch
-from .listing import FIELDS, READERS, Filter, columns, fitting, in_order, read_specs
+from .listing import FIELDS, Filter, columns, fitting, in_order
 from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
@@ -42,6 +44,7 @@ STATE = click.Choice([state.value for state in RunState], case_sensitive=False)
 @click.option("--in", "states", multiple=True, type=STATE, metavar="STATE", help="Only runs in this state; repeatable.")
 @click.option("--name", metavar="NAME", help="Only runs of this name; * stands for any text.")
 @click.option("--target", metavar="TARGET", help="Only runs on this target, such as cloud_run.")
+@click.option("--model", metavar="MODEL", help="Only runs that train this model; * stands for any text.")
 @click.option("--label", "labels", multiple=True, type=Label(), metavar="KEY=VALUE", help="Only runs with this label.")
 @since_option
 @click.option("--sort", default="created", metavar="KEY", help="created (default), cost, name, or a metric.")
@@ -53,6 +56,7 @@ def runs(
     states: tuple[str, ...],
     name: str | None,
     target: str | None,
+    model: str | None,
     labels: tuple[tuple[str, str], ...],
     since: datetime | None,
     sort: str,
@@ -63,26 +67,21 @@ def runs(
 ) -> None:
     """List runs, newest first, as many columns as the terminal has room for."""
     store, now, out = connect(state).store, utc_now(), stdout()
-    wanted = Filter(states, name, since, target, labels)
+    wanted = Filter(states, name, since, target, labels, model)
     everything = all_runs(store)
-    records = [record for record in everything if wanted.takes(record)]
-    if wanted.needs_specs:
-        specs = read_specs(store, records)
-        records = [record for record in records if wanted.takes_spec(specs[record.run])]
-    records = in_order(records, sort, now, backwards=reverse)
-    limit = limit or (LIMIT if out.is_terminal and not as_json else len(records))
-    shown = records[:limit]
-    specs = read_specs(store, shown)
+    taken = in_order(filter(wanted.takes, everything), sort, now, backwards=reverse)
+    limit = limit or (LIMIT if out.is_terminal and not as_json else len(taken))
+    shown = taken[:limit]
     if as_json:
-        echo_json([record_json(record, now, specs[record.run]) for record in shown])
+        echo_json(_as_json(store, shown, now))
     elif shown:
-        out.print(fitting(shown, columns(shown, specs, None if sort in FIELDS else sort, now), out.width))
+        out.print(fitting(shown, columns(shown, None if sort in FIELDS else sort, now), out.width))
     elif everything:
         out.print(f"none of the {len(everything)} runs is like that; without options, `dropforge runs` lists them all")
     else:
         out.print("no runs yet; start a run with `dropforge submit SPEC`")
-    if more := len(records) - len(shown):
-        stderr().print(f"{more} more: `--limit {len(records)}` lists them all", style="dim")
+    if more := len(taken) - len(shown):
+        stderr().print(f"{more} more: `--limit {len(taken)}` lists them all", style="dim")
 
 
 @click.command()
@@ -104,7 +103,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
         record = store.record(record.run)
     named = named_of(deployment.context.endpoints, record.run)
     if as_json:
-        spec = read_specs(store, [record])[record.run]
+        spec = _spec(store, record.run)
         more = {
             "named_endpoints": [named_json(endpoint, record.run) for endpoint in named],
             "console_url": deployment.settings.page_of(record.run),
@@ -150,21 +149,13 @@ def request_cancel(deployment: Deployment, run: str) -> None:
     deployment.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(PUBLISH_TIMEOUT_SECONDS)
 
 
-def all_runs(store: RunStore) -> list[Record]:
-    """Return every run's record, newest first. A record that this version cannot read is reported on stderr."""
-
-    def read(run: str) -> Record | None:
-        try:
-            return store.find(run)
-        except Malformed as error:
-            stderr().print(f"left out: {error}", style="yellow")
-            return None
-
-    ids = list(store.runs())
-    with ThreadPoolExecutor(READERS) as pool:
-        found = counted(pool.map(read, ids), len(ids), "reading records")
-        records = [record for record in found if record is not None]
-    return sorted(records, key=lambda record: record.created, reverse=True)
+def all_runs(store: RunStore) -> list[Summary]:
+    """Return the summary of every run, newest first. A record that this version cannot read is reported on stderr."""
+    with working("listing runs"):
+        index = read_index(store)
+    for problem in index.unreadable:
+        stderr().print(f"left out: {problem}", style="yellow")
+    return index.summaries
 
 
 def find_run(store: RunStore, text: str) -> Record:
@@ -177,28 +168,48 @@ def find_run(store: RunStore, text: str) -> Record:
             return store.record(text)
         except NotFound:
             raise CliError(f"there is no run {text!r}", LIST_HINT) from None
-    records = all_runs(store)
-    if not records:
+    every = all_runs(store)
+    if not every:
         raise CliError("there are no runs yet", "start a run with `dropforge submit SPEC`")
     if text == LATEST:
-        return records[0]
-    named = [record for record in records if record.name == text]
-    matching = named[:1] or [record for record in records if record.run.startswith(text)]
+        return store.record(every[0].run)
+    named = [run for run in every if run.name == text]
+    matching = named[:1] or [run for run in every if run.run.startswith(text)]
     if not matching:
         raise CliError(f"no run has the name {text!r}, and no run id begins with {text!r}", LIST_HINT)
     if len(matching) > 1:
         raise CliError(_ambiguous(text, matching), "give more of the id, or the name of a run, or `latest`")
-    return matching[0]
+    return store.record(matching[0].run)
 
 
-def _ambiguous(text: str, records: list[Record]) -> str:
+def _ambiguous(text: str, runs: list[Summary]) -> str:
     now = utc_now()
     lines = [
-        f"  {record.run}  {record.name}, {record.state}, {age((now - record.created).total_seconds())} old"
-        for record in records[:MOST_MEANINGS]
+        f"  {run.run}  {run.name}, {run.state}, {age((now - run.created).total_seconds())} old"
+        for run in runs[:MOST_MEANINGS]
     ]
-    more = [f"  and {len(records) - MOST_MEANINGS} more"] if len(records) > MOST_MEANINGS else []
-    return "\n".join([f"{text!r} could be any of {len(records)} runs:", *lines, *more])
+    more = [f"  and {len(runs) - MOST_MEANINGS} more"] if len(runs) > MOST_MEANINGS else []
+    return "\n".join([f"{text!r} could be any of {len(runs)} runs:", *lines, *more])
+
+
+def _as_json(store: RunStore, shown: list[Summary], now: datetime) -> list[dict[str, Any]]:
+    """The whole record of each run in a list, with the fields of its spec."""
+
+    def read(run: str) -> dict[str, Any] | None:
+        record = store.find(run)
+        return None if record is None else record_json(record, now, _spec(store, run))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        found = counted(pool.map(read, [run.run for run in shown]), len(shown), "reading records")
+        return [record for record in found if record is not None]
+
+
+def _spec(store: RunStore, run: str) -> JobSpec | None:
+    """The spec of a run; None for a rejected run, and for a spec that this version cannot read."""
+    try:
+        return store.spec(run)
+    except (NotFound, Malformed):
+        return None
 
 
 def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Ledger | None = None) -> dict[str, Any]:

@@ -55,11 +55,6 @@ class Model(NamedTuple):
     commands: list[tuple[str, str]]
 
 
-def candidates(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with an attempt that succeeded: they may have a committed model."""
-    return [run for run in runs if any(attempt.ending == "success" for attempt in run.record.attempts)]
-
-
 def model(run: Run, committed: Committed, endpoints: Sequence[EndpointRecord], bucket: str) -> Model:
     """Return what the page shows of the model of a run."""
     record, spec = run
@@ -71,7 +66,7 @@ def model(run: Run, committed: Committed, endpoints: Sequence[EndpointRecord], b
         f"{spec.training.method}, adapter {spec.training.adapter.type}" if spec else UNKNOWN,
         _origin(committed.base, bucket),
         _origin(committed.dataset, bucket),
-        labels(spec),
+        labels(spec.labels if spec else {}),
         _metrics(committed.metrics),
         *_gate(run),
         _parity(run),

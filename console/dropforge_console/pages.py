@@ -19,9 +19,10 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from dropforge.base import names
 from dropforge.base.errors import DropforgeError, SpecProblem
 from dropforge.base.figures import duration, usd
-from dropforge.bill import BY, LABEL, Group, Priced, grouped, is_open
+from dropforge.bill import BY, LABEL, Group, grouped
 from dropforge.context import Context
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.run.summary import Summary
 from dropforge.spec.machine import GIB
 from dropforge.stages.sweep.audit import MEANING
 
@@ -95,8 +96,8 @@ class Pages:
         pages = max(1, math.ceil(len(taken) / PAGE_ROWS))
         page = min(page, pages)
         rows = [views.row(run, now) for run in taken[(page - 1) * PAGE_ROWS : page * PAGE_ROWS]]
-        targets = sorted({run.spec.target.type for run in every if run.spec})
-        working = sum(not run.record.state.is_terminal for run in every)
+        targets = sorted({run.target for run in every if run.target})
+        working = sum(not run.state.is_terminal for run in every)
         return self._render(
             "runs.html",
             here="runs",
@@ -133,8 +134,8 @@ class Pages:
             record=record,
             spec=spec,
             now=now,
-            status=views.status(record),
-            labels=views.labels(spec),
+            status=views.status(Summary.of(record)),
+            labels=views.labels(spec.labels if spec else {}),
             can_cancel=_can_cancel(run, now),
             problems=[SpecProblem(**_fields(problem)) for problem in record.problems],
             figures=views.figures(run, latest, now),
@@ -178,7 +179,7 @@ class Pages:
             by=by,
             log=log,
             losses=compare.losses([self._reader.journal(name).progress for name in names], by, log),
-            statuses=[views.status(run.record) for run in runs],
+            statuses=[views.status(Summary.of(run.record)) for run in runs],
             results=compare.results(runs, now),
             differences=compare.differences(runs),
         )
@@ -188,10 +189,10 @@ class Pages:
         return await self._cached(f"/models?{page}", lambda: self._models(page))
 
     def _models(self, page: int) -> str:
-        runs = models.candidates(self._reader.runs())
+        runs = [run.run for run in self._reader.runs() if run.has_trained]
         pages = max(1, math.ceil(len(runs) / PAGE_MODELS))
         page = min(page, pages)
-        shown = runs[(page - 1) * PAGE_MODELS : page * PAGE_MODELS]
+        shown = self._reader.found(runs[(page - 1) * PAGE_MODELS : page * PAGE_MODELS])
         committed = self._reader.committed([run.record.run for run in shown])
         endpoints, bucket = self._reader.endpoints(), self._context.settings.runs_bucket
         listed = [
@@ -229,8 +230,8 @@ class Pages:
 
     def _cost(self, by: str) -> str:
         every, now = self._reader.runs(), self._context.now()
-        priced = [Priced(*run) for run in every if run.record.state is not RunState.REJECTED]
-        keys = sorted({key for run in priced if run.spec for key in run.spec.labels})
+        priced = [run for run in every if run.state is not RunState.REJECTED]
+        keys = sorted({key for run in priced for key in run.labels})
         groupings = [*BY, *(f"{LABEL}{key}" for key in keys)]
         by = by if by in groupings else "month"
         groups = grouped(priced, by, now)
@@ -242,7 +243,7 @@ class Pages:
             groups=groups,
             total=Group.of("In all", priced, now),
             dearest=max((group.total.known for group in groups), default=0.0),
-            still_open=sum(is_open(run.record, now) for run in priced),
+            still_open=sum(run.is_open(now) for run in priced),
         )
 
     async def health(self, request: Request) -> Response:
@@ -263,7 +264,7 @@ class Pages:
         )
 
     async def cancel(self, request: Request) -> Response:
-        run = self._found(request.path_params["run"])
+        run = await asyncio.to_thread(self._found, request.path_params["run"])
         if _can_cancel(run, self._context.now()):
             await self._request({"cancel": run.record.run})
         return RedirectResponse(f"/runs/{run.record.run}", 303)
@@ -286,7 +287,7 @@ class Pages:
         if not run:
             return ""
         await self._live.look(FRESH_SECONDS)
-        spec = self._found(run).spec
+        spec = (await asyncio.to_thread(self._found, run)).spec
         return views.spec_text(spec) if spec else ""
 
     async def stream(self, request: Request) -> Response:
@@ -301,7 +302,7 @@ class Pages:
 
     async def _cached(self, key: str, render: Callable[[], str], run: str = "") -> Response:
         await self._live.look(FRESH_SECONDS)
-        if run and self._reader.find(run) is None:
+        if run and not self._reader.knows(run):
             await self._live.look()  # a run that was dropped a moment ago
         version, pages = self._rendered
         if version != self._live.version or len(pages) >= KEPT_PAGES:
@@ -341,7 +342,7 @@ def _axis(request: Request) -> tuple[str, bool]:
 
 
 def _can_cancel(run: Run, now: datetime) -> bool:
-    return run.record.cancel_requested is None and is_open(run.record, now)
+    return run.record.cancel_requested is None and Summary.of(run.record).is_open(now)
 
 
 async def _form(request: Request) -> dict[str, str]:

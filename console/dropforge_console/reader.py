@@ -14,24 +14,23 @@ from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
+from dropforge.index import READERS, read_summary
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
 from dropforge.run.series import SeriesReader
 from dropforge.run.store import RunStore
+from dropforge.run.summary import Summary
 from dropforge.spec import JobSpec
 
 T = TypeVar("T")
 
-READERS = 16  # parallel requests; each record, spec or event is one request
-RECORDS = "runs/*/record.json"
-ENDPOINTS = "endpoints/*/record.json"
-KEPT = 200  # runs whose samples, or whose manifest in short, are kept
+KEPT = 200  # runs whose record, whose samples, or whose manifest in short are kept
 JOURNALS = 20  # runs whose events are kept; those of a long run take some 20 MB
 
 
 class Run(NamedTuple):
-    """A run as a list shows it. `spec` is None for a rejected run, and for a spec that this version cannot read."""
+    """A run as its page shows it. `spec` is None for a rejected run, and for a spec that this version cannot read."""
 
     record: Record
     spec: JobSpec | None
@@ -136,8 +135,11 @@ class Reader:
         self.store = store
         self.unreadable: dict[str, str] = {}  # the runs and endpoints that this version cannot read, and why
         self._named = endpoints
-        self._generations: dict[str, int] = {}  # of the objects that were read last
-        self._runs: dict[str, Run] = {}
+        self._generations: dict[str, int] = {}  # of the records, at the last look
+        self._endpoint_generations: dict[str, int] = {}
+        self._summaries: dict[str, Summary] = {}
+        self._newest: list[Summary] = []
+        self._records = Cache(self._read_run)
         self._endpoints: dict[str, EndpointRecord] = {}
         self._journals: dict[str, Journal] = {}
         self._samples = Cache(self._read_samples)
@@ -145,36 +147,66 @@ class Reader:
         self._lock = threading.Lock()
 
     def refresh(self, watched: Collection[str] = ()) -> set[str]:
-        """Read each new or changed record, and the events of the watched runs; return the names of what changed."""
-        present = {**self._list("runs/", RECORDS), **self._list(names.ENDPOINTS_PREFIX, ENDPOINTS)}
-        changed = [name for name, generation in present.items() if self._generations.get(name) != generation]
-        with ThreadPoolExecutor(READERS) as pool:
-            read = [record for record in pool.map(self._read, changed) if record is not None]
-        self._runs = {**self._runs, **{run.record.run: run for run in read if isinstance(run, Run)}}
-        named = {found.name: found for found in read if isinstance(found, EndpointRecord)}
-        self._endpoints = {**self._endpoints, **named}
-        self._generations = present
-        return {*map(_subject, changed), *(run for run in watched if self._has_events(run))}
+        """Read what changed: summaries, endpoints, and the events of the watched runs; return the names of both."""
+        changed = {*self._refresh_runs(), *self._refresh_endpoints()}
+        return {*changed, *(run for run in watched if self._has_events(run))}
 
-    def runs(self) -> list[Run]:
-        """Every run, newest first."""
-        return sorted(self._runs.values(), key=lambda run: run.record.created, reverse=True)
+    def _refresh_runs(self) -> set[str]:
+        """The first look lists the summaries. The next looks list the generations, and read the changed records."""
+        listed = [] if self._generations else list(self.store.listed())
+        present = {each.run: each.generation for each in listed} if listed else self.store.generations()
+        known = {each.run: summary for each in listed if (summary := each.summary)}
+        changed = {run for run, generation in present.items() if self._generations.get(run) != generation}
+        with ThreadPoolExecutor(READERS) as pool:
+            read = [summary for summary in pool.map(self._read_summary, changed - known.keys()) if summary]
+        if changed:
+            self._summaries = self._summaries | known | {summary.run: summary for summary in read}
+            self._newest = sorted(self._summaries.values(), key=lambda run: run.created, reverse=True)
+        self._generations = present
+        return changed
+
+    def _refresh_endpoints(self) -> set[str]:
+        blobs = self.store.bucket.client.list_blobs(
+            self.store.bucket,
+            prefix=names.ENDPOINTS_PREFIX,
+            match_glob=names.endpoint_object("*"),
+            fields="items(name,generation),nextPageToken",
+        )
+        present = {name: int(blob.generation) for blob in blobs if (name := names.endpoint_of_object(blob.name))}
+        known = self._endpoint_generations
+        changed = {name for name, generation in present.items() if known.get(name) != generation}
+        with ThreadPoolExecutor(READERS) as pool:
+            read = pool.map(self._read_endpoint, changed)
+            self._endpoints = self._endpoints | {record.name: record for record in read if record}
+        self._endpoint_generations = present
+        return changed
+
+    def runs(self) -> list[Summary]:
+        """The summary of every run, newest first."""
+        return self._newest
 
     def endpoints(self) -> list[EndpointRecord]:
         """Every named endpoint, by name."""
         return sorted(self._endpoints.values(), key=lambda endpoint: endpoint.name)
 
+    def knows(self, run: str) -> bool:
+        """Whether the last look has seen the run. This method reads nothing."""
+        return run in self._summaries
+
     def find(self, run: str) -> Run | None:
-        return self._runs.get(run)
+        """A run that the last look has seen, read now unless this process has its record."""
+        return self._records.of(run, self._generations.get(run)) if self.knows(run) else None
+
+    def found(self, runs: Iterable[str]) -> list[Run]:
+        """Those of the runs that can be read."""
+        with ThreadPoolExecutor(READERS) as pool:
+            return [run for run in pool.map(self.find, runs) if run is not None]
 
     def before(self, run: Run) -> Run | None:
         """The newest run of the same name that is older."""
-        older = (
-            other
-            for other in self.runs()
-            if other.record.name == run.record.name and other.record.created < run.record.created
-        )
-        return next(older, None)
+        record = run.record
+        older = (each.run for each in self.runs() if each.name == record.name and each.created < record.created)
+        return next(filter(None, map(self.find, older)), None)
 
     def journal(self, run: str) -> Journal:
         """The events of a run, as of now."""
@@ -188,14 +220,12 @@ class Reader:
 
     def samples(self, run: str) -> list[dict[str, Any]]:
         """The held-out rows of a run with the answers before and after the training; empty without such rows."""
-        return self._samples.of(run, self._generations.get(names.record_object(run)))
+        return self._samples.of(run, self._generations.get(run))
 
     def committed(self, runs: Iterable[str]) -> dict[str, Committed]:
         """The facts about the model of each of these runs that has a readable manifest."""
         with ThreadPoolExecutor(READERS) as pool:
-            found = pool.map(
-                lambda run: (run, self._committed.of(run, self._generations.get(names.record_object(run)))), runs
-            )
+            found = pool.map(lambda run: (run, self._committed.of(run, self._generations.get(run))), runs)
             return {run: committed for run, committed in found if committed is not None}
 
     def _read_samples(self, run: str) -> list[dict[str, Any]]:
@@ -218,23 +248,28 @@ class Reader:
             manifest.created, manifest.base, manifest.dataset, manifest.serve_path, manifest.metrics, files, size
         )
 
-    def _list(self, prefix: str, glob: str) -> dict[str, int]:
-        """The generation of each record, by the object's name."""
-        blobs = self.store.bucket.client.list_blobs(
-            self.store.bucket, prefix=prefix, match_glob=glob, fields="items(name,generation),nextPageToken"
-        )
-        return {blob.name: int(blob.generation) for blob in blobs}
-
-    def _read(self, name: str) -> Run | EndpointRecord | None:
-        subject = _subject(name)
+    def _read_summary(self, run: str) -> Summary | None:
         try:
-            if name.startswith(names.ENDPOINTS_PREFIX):
-                return self._named.record(subject)
-            return Run(self.store.record(subject), self._spec(subject)) if names.is_run_id(subject) else None
+            return read_summary(self.store, run)
         except NotFound:
             return None
         except Malformed as error:
-            self.unreadable[subject] = str(error)
+            self.unreadable[run] = str(error)
+            return None
+
+    def _read_run(self, run: str) -> Run | None:
+        try:
+            return Run(self.store.record(run), self._spec(run))
+        except (NotFound, Malformed):  # `unreadable` has it since the last look, or will have it after the next
+            return None
+
+    def _read_endpoint(self, endpoint: str) -> EndpointRecord | None:
+        try:
+            return self._named.record(endpoint)
+        except NotFound:
+            return None
+        except Malformed as error:
+            self.unreadable[endpoint] = str(error)
             return None
 
     def _spec(self, run: str) -> JobSpec | None:
@@ -249,9 +284,4 @@ class Reader:
 
     def _attempt(self, run: str) -> int:
         """The number of the newest attempt of a run; 0 before the first."""
-        return self._runs[run].record.attempt if run in self._runs else 0
-
-
-def _subject(name: str) -> str:
-    """The run or the endpoint in the name of a record."""
-    return name.split("/")[1]
+        return self._summaries[run].attempt if run in self._summaries else 0

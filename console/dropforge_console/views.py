@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from dropforge.base.figures import age, duration, number, usd
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout
 from dropforge.run.events import Progress, Started
-from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState
+from dropforge.run.record import Attempt, LedgerEntry, Record, ResourceState, RunState
+from dropforge.run.summary import Served, Summary
 from dropforge.spec import JobSpec
 
 from .charts import UNITS, Chart, Curve, Point, chart, smoothed
@@ -47,13 +48,13 @@ _STATUS = {
 _ATTEMPT_ENDS = {"success": Status("succeeded", "good", "tick"), "cancelled": Status("cancelled", "off", "bar")}
 
 
-def status(record: Record) -> Status:
+def status(run: Summary) -> Status:
     """Return the state of a run; a run that waits says so."""
-    if record.queued is not None:
-        return Status(f"Waiting, place {record.queued.place}", "hold", "sand")
-    if wait_text(record) and record.state in (RunState.PROVISIONING, RunState.DEPLOYING):
+    if run.place is not None:
+        return Status(f"Waiting, place {run.place}", "hold", "sand")
+    if run.is_waiting and run.state in (RunState.PROVISIONING, RunState.DEPLOYING):
         return Status("Waiting", "hold", "sand")
-    return _STATUS[record.state]
+    return _STATUS[run.state]
 
 
 def wait_text(record: Record) -> str:
@@ -78,24 +79,23 @@ class Row(NamedTuple):
     labels: list[str]
 
 
-def row(run: Run, now: datetime) -> Row:
-    record, spec = run
+def row(run: Summary, now: datetime) -> Row:
     return Row(
-        record.run,
-        record.name or record.run,
-        status(record),
-        spec.target.type if spec else UNKNOWN,
-        spec.model.source if spec else UNKNOWN,
-        _main_metric(record, spec),
-        _lifetime(record.endpoint, now),
-        usd(record.cost(now)),
-        record.created,
-        labels(spec),
+        run.run,
+        run.name or run.run,
+        status(run),
+        run.target or UNKNOWN,
+        run.model or UNKNOWN,
+        _main_metric(run),
+        _lifetime(run.endpoint, now),
+        usd(run.cost(now)),
+        run.created,
+        labels(run.labels),
     )
 
 
-def labels(spec: JobSpec | None) -> list[str]:
-    return [f"{key}={value}" for key, value in sorted(spec.labels.items())] if spec else []
+def labels(pairs: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in sorted(pairs.items())]
 
 
 class Wanted(NamedTuple):
@@ -106,24 +106,21 @@ class Wanted(NamedTuple):
     target: str = ""
     sort: str = "created"
 
-    def takes(self, run: Run) -> bool:
+    def takes(self, run: Summary) -> bool:
         """Whether the run has the state and the target, and each word in its id, name, model or labels."""
-        record, spec = run
-        words = " ".join([record.run, record.name, spec.model.source if spec else "", *labels(spec)]).lower()
-        return (
-            (not self.state or record.state == self.state)
-            and (not self.target or (spec is not None and spec.target.type == self.target))
-            and all(word in words for word in self.text.lower().split())
-        )
+        if (self.state and run.state != self.state) or (self.target and run.target != self.target):
+            return False
+        words = " ".join([run.run, run.name, run.model or "", *labels(run.labels)]).lower()
+        return all(word in words for word in self.text.lower().split())
 
 
-def selected(runs: Iterable[Run], wanted: Wanted, now: datetime) -> list[Run]:
+def selected(runs: Iterable[Summary], wanted: Wanted, now: datetime) -> list[Summary]:
     """Return the wanted runs: newest first, dearest first, or by name or state. `runs` are newest first."""
     taken = [run for run in runs if wanted.takes(run)]
-    by: dict[str, Callable[[Run], str | float]] = {
-        "cost": lambda run: -(run.record.cost(now) or 0.0),
-        "name": lambda run: run.record.name,
-        "state": lambda run: list(RunState).index(run.record.state),
+    by: dict[str, Callable[[Summary], str | float]] = {
+        "cost": lambda run: -(run.cost(now) or 0.0),
+        "name": lambda run: run.name,
+        "state": lambda run: list(RunState).index(run.state),
     }
     return sorted(taken, key=by[wanted.sort]) if wanted.sort in by else taken
 
@@ -448,15 +445,14 @@ def _known(value: float | None) -> str:
     return UNKNOWN if value is None else number(value)
 
 
-def _main_metric(record: Record, spec: JobSpec | None) -> str:
-    gate = spec.evaluation.gate if spec and spec.evaluation else None
-    for name in [*([gate.metric] if gate else []), "exact_match", "loss"]:
-        if (value := record.metrics.get(name)) is not None:
+def _main_metric(run: Summary) -> str:
+    for name in (run.about.metric if run.about else "", "exact_match", "loss"):
+        if (value := run.metrics.get(name)) is not None:
             return f"{name.replace('_', ' ')} {number(value)}"
     return UNKNOWN
 
 
-def _lifetime(endpoint: Endpoint | None, now: datetime) -> str:
+def _lifetime(endpoint: Served | None, now: datetime) -> str:
     if endpoint is None:
         return UNKNOWN
     if endpoint.ended:

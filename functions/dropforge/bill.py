@@ -6,28 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
 
 from .base.figures import usd
-from .money import most_usd
-from .run.record import Record
-from .spec import JobSpec
+from .run.summary import Summary
 
 NONE = "-"  # the group of runs without the label, or without a spec that this version reads
 LABEL = "label:"
 
-
-class Priced(NamedTuple):
-    """A run with its spec; None if this version cannot read the spec."""
-
-    record: Record
-    spec: JobSpec | None
-
-
-BY: dict[str, Callable[[Priced], str]] = {
-    "month": lambda run: f"{run.record.created:%Y-%m}",
-    "target": lambda run: run.spec.target.type if run.spec else NONE,
-    "model": lambda run: run.spec.model.source if run.spec else NONE,
+BY: dict[str, Callable[[Summary], str]] = {
+    "month": lambda run: f"{run.created:%Y-%m}",
+    "target": lambda run: run.target or NONE,
+    "model": lambda run: run.model or NONE,
 }
 
 
@@ -56,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Group:
-    """The sums of some runs. `most` is the maximum that `dropforge plan` names, at today's prices."""
+    """The sums of some runs. `most` is the maximum that `dropforge plan` named at the acceptance."""
 
     name: str
     runs: int
@@ -66,12 +55,12 @@ class Group:
     most: Sum
 
     @classmethod
-    def of(cls, name: str, runs: list[Priced], now: datetime) -> Group:
-        training = Sum.of(run.record.training_cost(now) for run in runs)
-        endpoints = Sum.of(run.record.serving_cost(now) for run in runs)
-        unknown = sum(run.record.cost(now) is None for run in runs)
+    def of(cls, name: str, runs: list[Summary], now: datetime) -> Group:
+        training = Sum.of(run.training_cost(now) for run in runs)
+        endpoints = Sum.of(run.serving_cost(now) for run in runs)
+        unknown = sum(run.cost(now) is None for run in runs)
         total = Sum(round(training.known + endpoints.known, 6), unknown)
-        most = Sum.of(most_usd(run.spec) if run.spec else None for run in runs)
+        most = Sum.of(run.about.most_usd if run.about else None for run in runs)
         return cls(name, len(runs), training, endpoints, total, most)
 
     @property
@@ -93,20 +82,11 @@ class Group:
         return {**values, "share_of_maximum": self.share}
 
 
-def grouped(runs: list[Priced], by: str, now: datetime) -> list[Group]:
+def grouped(runs: list[Summary], by: str, now: datetime) -> list[Group]:
     """Return the groups: months in their order, other groups with the dearest first."""
-    members: dict[str, list[Priced]] = defaultdict(list)
+    members: dict[str, list[Summary]] = defaultdict(list)
     for run in runs:
-        members[_label(run, by.removeprefix(LABEL)) if by.startswith(LABEL) else BY[by](run)].append(run)
+        name = run.labels.get(by.removeprefix(LABEL), NONE) if by.startswith(LABEL) else BY[by](run)
+        members[name].append(run)
     groups = [Group.of(name, members[name], now) for name in sorted(members)]
     return groups if by == "month" else sorted(groups, key=lambda group: -group.total.known)
-
-
-def is_open(record: Record, now: datetime) -> bool:
-    """Whether a run or its endpoint may still cost something."""
-    serves = record.endpoint is not None and not record.endpoint.ended and now < record.endpoint.expires
-    return serves or not record.state.is_terminal
-
-
-def _label(run: Priced, key: str) -> str:
-    return run.spec.labels.get(key, NONE) if run.spec else NONE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -54,7 +55,14 @@ class Story:
         self.facts.append(Fact(self.now, kind, copy.deepcopy(data)))
 
     def write(self, name: str, content: Any, replaced: int) -> None:
-        self.add("write", bucket="b", name=f"runs/{RUN}/{name}", generation=1, replaced=replaced, content=content)
+        about: dict[str, Any] = {"bucket": "b", "name": f"runs/{RUN}/{name}", "generation": 1, "replaced": replaced}
+        if name == "record.json":
+            about["metadata"] = {"summary-1": json.dumps(self.summary())}
+        self.add("write", **about, content=content)
+
+    def summary(self) -> dict[str, Any]:
+        shown = {name: self.record[name] for name in ("state", "created", "metrics")}
+        return {"run": RUN, "attempt": self.record["attempts"][-1]["number"] if self.record["attempts"] else 0, **shown}
 
     def change(self, state: str = "", **changes: Any) -> None:
         """Write the record. With a `state`, enter that state and announce it."""
@@ -566,6 +574,15 @@ def _wrong_state_in_slack(story: Story) -> None:
     story.add("slack", event=f"{RUN}/0/rejected", text="", status=200)
 
 
+def _record_without_a_summary(story: Story) -> None:
+    story.facts[_index(story, "write")].data["metadata"] = {}
+
+
+def _summary_of_an_older_record(story: Story) -> None:
+    writes = [fact for fact in story.facts if fact.data.get("metadata")]
+    writes[-1].data["metadata"] = writes[0].data["metadata"]
+
+
 def _function_answers_500(story: Story) -> None:
     story.add("answer", instance="inspect-7", status=500, body={"error": "KeyError: 'run'"})
 
@@ -635,6 +652,8 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("everybody_is_told", served, _state_published_that_was_never_entered),
     ("everybody_is_told", served, _event_published_with_two_contents),
     ("everybody_is_told", served, _wrong_state_in_slack),
+    ("summaries_are_true", served, _record_without_a_summary),
+    ("summaries_are_true", served, _summary_of_an_older_record),
     ("no_defects", served, _function_answers_500),
     ("no_defects", served, _function_answers_400),
 ]

@@ -9,8 +9,9 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from dropforge.run.record import Record, RunState
-from dropforge_cli.listing import columns, fitting, in_order, read_specs
+from dropforge.run.record import RunState
+from dropforge.run.summary import Summary
+from dropforge_cli.listing import columns, fitting, in_order
 from dropforge_cli.problems import CliError
 from dropforge_cli.runs import all_runs
 
@@ -52,10 +53,9 @@ def ids(result: Result) -> list[str]:
 
 def table(deployed: Deployed, width: int) -> list[str]:
     records = all_runs(deployed.store)
-    specs = read_specs(deployed.store, records)
     console = Console(width=width, no_color=True)
     with console.capture() as captured:
-        console.print(fitting(records, columns(records, specs, None, NOW), console.width))
+        console.print(fitting(records, columns(records, None, NOW), console.width))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -96,6 +96,8 @@ def test_the_cost_has_the_endpoint_until_now_or_until_its_end(deployed: Deployed
         (["--name", "good*"], [OPEN, GOOD]),
         (["--name", "good"], [GOOD]),
         (["--target", "gke"], [OPEN]),
+        (["--model", "google/gemma-3*"], [OPEN]),
+        (["--model", "google/gemma-2b", "--in", "failed"], [BAD]),
         (["--label", "team=search"], [OPEN, GOOD]),
         (["--label", "team=search", "--label", "tier=a"], [GOOD]),
         (["--since", "2026-11-20T13:30"], [LONG, OPEN]),
@@ -151,7 +153,7 @@ def test_json_has_the_spec_the_metrics_the_cost_and_the_endpoint(listed: Deploye
 
 
 def test_no_run_has_no_order() -> None:
-    none: list[Record] = []
+    none: list[Summary] = []
     assert in_order(none, "loss", NOW) == []
 
 

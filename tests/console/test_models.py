@@ -7,6 +7,7 @@ import pytest
 from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import Source
 from dropforge.run.record import Parity, Record, RunError, RunState
+from dropforge.run.summary import Summary
 from dropforge.spec import parse_spec
 from dropforge_console import models
 from dropforge_console.reader import KEPT, Cache, Committed, Run
@@ -63,8 +64,8 @@ def test_each_state_of_the_parity_has_a_shape(state: str) -> None:
 
 def test_a_run_without_an_attempt_that_succeeded_has_no_model() -> None:
     failed = attempt(ended=at(3), error=RunError(error_class=ErrorClass.CODE, message="x"))
-    assert models.candidates([Run(record((RunState.FAILED, 1), attempts=[failed]), SPEC)]) == []
-    assert models.candidates([Run(ended(), SPEC)]) != []
+    assert not Summary.of(record((RunState.FAILED, 1), attempts=[failed])).has_trained
+    assert Summary.of(ended()).has_trained
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (5_019, "5.02 kB"), (2.5e12, "2.5 TB")])

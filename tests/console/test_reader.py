@@ -1,15 +1,19 @@
-"""The journal of a run: what the console knows of its progress, while trainers write and break the series."""
+"""The console's reader: which objects it reads for its lists and pages, and the journal of a run."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from dropforge.base.clock import Clock
+from dropforge.base.names import record_object
+from dropforge.endpoints.store import EndpointStore
 from dropforge.run.events import Progress
+from dropforge.run.record import About, Record, RunState, Transition
 from dropforge.run.series import Series, series_object, write_series
-from dropforge.run.store import RunStore
-from dropforge_console.reader import Journal
+from dropforge.run.store import RunStore, Versioned
+from dropforge_console.reader import Journal, Reader
 
 from ..deployments import Memory
 
@@ -78,3 +82,87 @@ def test_the_last_points_of_an_attempt_are_read_after_the_next_has_begun(memory:
     second.reach(3)
     assert journal.refresh(2)
     assert steps(journal) == [(1, 1), (1, 2), (2, 3)]
+
+
+def new_run(store: RunStore, number: int, *, is_old: bool = False) -> str:
+    run = f"job-{number:012x}"
+    history = [Transition(state=RunState.ACCEPTED, time=NOW)]
+    about = None if is_old else About(target="gke", model="m")
+    created = NOW + timedelta(minutes=number)
+    store.create(
+        Record(run=run, name="job", source="", state=RunState.ACCEPTED, created=created, history=history, about=about)
+    )
+    return run
+
+
+class Counting(RunStore):
+    """A store that notes which objects it reads."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory, "runs")
+        self.got: list[str] = []
+
+    def read(self, name: str) -> Versioned:
+        self.got.append(name)
+        return super().read(name)
+
+
+def reader_of(memory: Memory) -> tuple[Reader, Counting]:
+    store = Counting(memory)
+    return Reader(store, EndpointStore(store, Clock())), store
+
+
+def test_the_first_look_reads_no_record_and_the_next_only_what_changed(memory: Memory) -> None:
+    writer = RunStore(memory, "runs")
+    runs = [new_run(writer, number) for number in range(3)]
+    reader, store = reader_of(memory)
+    assert reader.refresh() == set(runs)
+    assert store.got == []
+    assert [summary.run for summary in reader.runs()] == runs[::-1]
+    assert reader.refresh() == set()
+    writer.update(runs[1], lambda record: record.entered(RunState.CANCELLED, NOW))
+    assert reader.refresh() == {runs[1]}
+    assert store.got == [record_object(runs[1])]
+    assert [summary.state for summary in reader.runs()].count(RunState.CANCELLED) == 1
+
+
+def test_a_run_is_read_when_its_page_asks_and_again_after_a_change(memory: Memory) -> None:
+    writer = RunStore(memory, "runs")
+    run = new_run(writer, 1)
+    reader, store = reader_of(memory)
+    assert reader.find(run) is None, "no look has seen it"
+    reader.refresh()
+    for _ in range(3):
+        found = reader.find(run)
+        assert found is not None
+        assert found.record.state is RunState.ACCEPTED
+    assert store.got.count(record_object(run)) == 1
+    writer.update(run, lambda record: record.entered(RunState.CANCELLED, NOW))
+    reader.refresh()
+    assert (found := reader.find(run)) is not None
+    assert found.record.state is RunState.CANCELLED
+
+
+def test_records_without_a_summary_are_read_and_broken_ones_are_named(memory: Memory) -> None:
+    writer = RunStore(memory, "runs")
+    old, broken = new_run(writer, 1, is_old=True), "job-00000000000b"
+    memory.objects[record_object(broken)] = (b"{}", 1)
+    reader, _ = reader_of(memory)
+    reader.refresh()
+    assert [summary.run for summary in reader.runs()] == [old]
+    assert reader.unreadable.keys() == {broken}
+    assert reader.find(broken) is None
+    assert [run.record.run for run in reader.found([old, broken])] == [old]
+
+
+def test_the_run_before_is_the_newest_older_run_of_the_name(memory: Memory) -> None:
+    writer = RunStore(memory, "runs")
+    runs = [new_run(writer, number) for number in range(3)]
+    reader, _ = reader_of(memory)
+    reader.refresh()
+    first, last = reader.find(runs[0]), reader.find(runs[2])
+    assert first is not None
+    assert last is not None
+    assert (before := reader.before(last)) is not None
+    assert before.record.run == runs[1]
+    assert reader.before(first) is None

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from dropforge.base.errors import ErrorClass
+from dropforge.index import about
 from dropforge.run.events import Progress, Started
 from dropforge.run.record import Attempt, Queued, Record, RunError, RunState, Transition
+from dropforge.run.summary import Summary
 from dropforge.spec import parse_spec
 from dropforge_console import views
 from dropforge_console.charts import UNITS
-from dropforge_console.reader import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BEGAN = datetime(2026, 11, 24, 9, 0, tzinfo=UTC)
@@ -90,11 +91,11 @@ def test_a_run_that_has_just_begun_has_a_timeline() -> None:
     ],
 )
 def test_a_run_that_waits_says_so(run: Record, word: str) -> None:
-    assert views.status(run).word == word
+    assert views.status(Summary.of(run)).word == word
 
 
 def test_every_state_has_a_shape_of_its_own() -> None:
-    shown = [views.status(record((state, 0))) for state in RunState]
+    shown = [views.status(Summary.of(record((state, 0)))) for state in RunState]
     assert len({(status.word, status.icon) for status in shown}) == len(RunState)
 
 
@@ -120,8 +121,8 @@ def test_a_training_without_a_loss_yet_has_no_curve(by: str, log: bool) -> None:
 
 def test_an_unknown_price_is_unknown_and_not_zero() -> None:
     run = record((RunState.TRAINING, 2), attempts=[attempt(running=at(1))])
-    assert views.row(Run(run, SPEC), NOW).cost == "unknown"
-    assert views.row(Run(run, None), NOW).target == views.UNKNOWN
+    assert views.row(Summary.of(run, about(SPEC)), NOW).cost == "unknown"
+    assert views.row(Summary.of(run), NOW).target == views.UNKNOWN
 
 
 def test_a_failed_attempt_says_why() -> None:
@@ -143,7 +144,7 @@ def test_a_failed_attempt_says_why() -> None:
     ],
 )
 def test_a_search_looks_at_name_model_and_labels(wanted: views.Wanted, is_shown: bool) -> None:
-    assert bool(views.selected([Run(record((RunState.TRAINING, 1)), SPEC)], wanted, NOW)) == is_shown
+    assert bool(views.selected([Summary.of(record((RunState.TRAINING, 1)), about(SPEC))], wanted, NOW)) == is_shown
 
 
 @pytest.mark.parametrize(

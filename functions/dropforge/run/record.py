@@ -198,6 +198,20 @@ class Queued(Stored):
     since: datetime
 
 
+class About(Stored):
+    """What lists of runs show of a spec.
+
+    `metric` is the metric of its gate, or "". `most_usd` is the maximum cost, at the prices of the acceptance; None if
+    a price is unknown.
+    """
+
+    target: str
+    model: str
+    labels: dict[str, str] = {}
+    metric: str = ""
+    most_usd: float | None = None
+
+
 class Outcome(Stored):
     """How a run ends once its resources are deleted: decided before the teardown begins."""
 
@@ -316,11 +330,16 @@ class Record(Stored):
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
     resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
+    about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-25
 
     @property
     def topic(self) -> str:
         """The topic of the request for the run; "" for a run from the specs bucket or from an older version."""
         return topic_of(self.source)
+
+    @property
+    def was_accepted(self) -> bool:
+        return any(entry.state is RunState.ACCEPTED for entry in self.history[:1])
 
     @property
     def attempt(self) -> int:

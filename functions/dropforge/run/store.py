@@ -26,6 +26,7 @@ from dropforge.spec import JobSpec
 from .proof import new_key
 from .record import Ledger, Record, ResourceState
 from .series import Kept, SeriesReader
+from .summary import KEY, Summary, read_summary, text_of
 
 M = TypeVar("M", bound=Record | Ledger)
 UPDATE_TRIES = 12
@@ -44,6 +45,23 @@ class Marks(NamedTuple):
 
     runs: dict[str, datetime]
     strays: list[str]
+
+
+class Listed(NamedTuple):
+    """The record of a run in a listing. `text` is its summary as the metadata has it, "" without one.
+
+    `is_as_written`: the metadata was not changed since the object was written. The control plane never changes it.
+    """
+
+    run: str
+    generation: int
+    text: str
+    is_as_written: bool
+
+    @property
+    def summary(self) -> Summary | None:
+        """The summary; None if there is none that a reader may believe."""
+        return read_summary(self.run, self.text) if self.text and self.is_as_written else None
 
 
 class Known(NamedTuple):
@@ -82,6 +100,10 @@ class RunStore:
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""
         return self._load(names.record_object(run), Record).content  # type: ignore[no-any-return]
+
+    def record_and_generation(self, run: str) -> tuple[Record, int]:
+        """The present record of a run, and the generation of its object. Raises NotFound and Malformed."""
+        return self._load(names.record_object(run), Record)
 
     def find(self, run: str) -> Record | None:
         """The present record of a run; None if it has no record."""
@@ -247,6 +269,25 @@ class RunStore:
         for page in blobs.pages:
             yield from filter(names.is_run_id, sorted(prefix.split("/")[1] for prefix in page.prefixes))
 
+    def generations(self) -> dict[str, int]:
+        """The generation of every run's record."""
+        return {run: int(blob.generation) for run, blob in self._records("name,generation")}
+
+    def listed(self) -> Iterator[Listed]:
+        """Every run's record with its summary, from a listing of 1,000 records a page."""
+        for run, blob in self._records("name,generation,metageneration,metadata"):
+            text = (blob.metadata or {}).get(KEY, "")
+            yield Listed(run, int(blob.generation), text, is_as_written=blob.metageneration == 1)
+
+    def _records(self, fields: str) -> Iterator[tuple[str, Any]]:
+        blobs = self.bucket.client.list_blobs(
+            self.bucket, prefix="runs/", match_glob=names.record_object("*"), fields=f"items({fields}),nextPageToken"
+        )
+        for blob in blobs:
+            run = names.run_of_object(blob.name)
+            if names.is_run_id(run) and blob.name == names.record_object(run):
+                yield run, blob
+
     def exists(self, run: str) -> bool:
         """Whether a run has a record."""
         return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
@@ -327,7 +368,8 @@ class RunStore:
 
     def _put(self, name: str, content: Record | Ledger, generation: int) -> bool:
         """Write an object if its generation is `generation`, and remember it; False otherwise."""
-        written = self._write(name, content.model_dump_json().encode(), generation)
+        summary = text_of(content) if isinstance(content, Record) else ""
+        written = self._write(name, content.model_dump_json().encode(), generation, "application/json", summary)
         if written is None:
             return False
         self._remember(name, Known(content, written))
@@ -339,11 +381,15 @@ class RunStore:
             self._known.popitem(last=False)
         return known
 
-    def _write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> int | None:
+    def _write(
+        self, name: str, data: bytes, generation: int, content_type: str = "application/json", summary: str = ""
+    ) -> int | None:
         """Write an object; return its new generation, or None if the generation before was not `generation`."""
         from google.api_core.exceptions import PreconditionFailed
 
         blob = self.bucket.blob(name)
+        if summary:
+            blob.metadata = {KEY: summary}
         try:
             blob.upload_from_string(
                 data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS

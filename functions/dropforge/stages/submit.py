@@ -23,6 +23,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
+from dropforge.index import about
 from dropforge.run.events import Request
 from dropforge.run.record import Record, RunState, Transition, topic_of
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
@@ -260,6 +261,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
         created=now,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
         resources=[],
+        about=about(spec),
     )
     if not store.create(record):
         return resume(context, store.record(run))

@@ -5,6 +5,7 @@ Each rule is a function of one `Life`, the part of the history about one run. It
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -262,6 +263,31 @@ def everybody_is_told(life: Life) -> Iterator[tuple[float, str]]:
                 yield time, f"no event {id_} was published, although publishing never failed"
 
 
+def summaries_are_true(life: Life) -> Iterator[tuple[float, str]]:
+    """Every record was written with its summary: no list of runs ever shows what the record does not say."""
+    for record, summary in zip(life.records, life.summaries, strict=True):
+        shown, value = json.loads(summary.value.get("summary-1", "{}")), record.value
+        told = {name: shown.get(name, missing) for name, missing in _SUMMARY.items()}
+        told["about"] = told["about"] and _ABOUT | told["about"]
+        attempts, queued = value["attempts"], value.get("queued")
+        expected = {
+            "run": life.run,
+            "state": value["state"],
+            "created": value["created"],
+            "metrics": value["metrics"],
+            "attempt": attempts[-1]["number"] if attempts else 0,
+            "place": queued["place"] if queued else None,
+            "about": value.get("about"),
+        }
+        wrong = [name for name in expected if told[name] != expected[name]]
+        if wrong:
+            yield record.time, f"the summary of the record has another {', '.join(wrong)}: {told}"
+
+
+# The fields that the rule compares, and what each is if the summary leaves it out.
+_SUMMARY = {"run": "", "state": "", "created": "", "metrics": {}, "attempt": 0, "place": None, "about": None}
+_ABOUT: dict[str, Any] = {"labels": {}, "metric": "", "most_usd": None}
+
 RULES: tuple[Rule, ...] = (
     one_run,
     ends,
@@ -276,6 +302,7 @@ RULES: tuple[Rule, ...] = (
     forged_does_nothing,
     attempts_end,
     everybody_is_told,
+    summaries_are_true,
     *limits.RULES,
     *outcomes.RULES,
     progress.stuck_is_told,

@@ -115,6 +115,7 @@ class Life:
     forged: list[At] = field(default_factory=list)  # requests about this id, which no run has
     creations: list[At] = field(default_factory=list)
     records: list[At] = field(default_factory=list)
+    summaries: list[At] = field(default_factory=list)  # of each record: the metadata of its object
     ledgers: list[At] = field(default_factory=list)
     machines: list[Machine] = field(default_factory=list)
     executions: dict[str, At] = field(default_factory=dict)
@@ -308,6 +309,7 @@ class _Reader:
             content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":
                 self.lives[parts[1]].records.append(content)
+                self.lives[parts[1]].summaries.append(At(here.index, here.time, here.value.get("metadata", {})))
                 if (entries := content.value.get("resources")) is not None:
                     self.lives[parts[1]].ledgers.append(At(here.index, here.time, {"entries": entries}))
                 if here.value["replaced"] == 0:

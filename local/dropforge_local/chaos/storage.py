@@ -23,6 +23,7 @@ class StoredObject(NamedTuple):
     data: bytes
     generation: int
     created: float
+    metadata: dict[str, str] = {}
 
 
 class Storage:
@@ -74,17 +75,26 @@ class Storage:
 
     # The service's side
 
-    def put(self, bucket: str, name: str, data: bytes, if_generation_match: int | None = None) -> int:
+    def put(
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        if_generation_match: int | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> int:
         """Write an object; returns its generation. Raises PreconditionFailed."""
         objects = self._bucket(bucket)
         present = objects[name].generation if name in objects else 0
         if if_generation_match is not None and if_generation_match != present:
             raise PreconditionFailed(f"generation is {present}")
         self._generation += 1
-        objects[name] = StoredObject(data, self._generation, self.world.now)
+        objects[name] = StoredObject(data, self._generation, self.world.now, metadata or {})
         leaf = name.rsplit("/", 1)[-1]
         shown = json.loads(data) if leaf in _JSON else len(data)
         about = {"generation": self._generation, "replaced": present, "by": self.world.scheduler.current.name}
+        if metadata:
+            about["metadata"] = metadata
         self.world.fact("write", bucket=bucket, name=name, **about, content=shown)
         if present:
             self.deleted(bucket, name, present)  # the service sends a `deleted` event for a replaced object, too
@@ -168,6 +178,8 @@ class Blob:
         self._bucket = bucket
         self.name = name
         self.generation: int | None = None
+        self.metageneration = 1
+        self.metadata: dict[str, str] | None = None
         self.size: int | None = None
         self.crc32c: str | None = None
         self.time_created: datetime | None = None
@@ -183,6 +195,7 @@ class Blob:
 
     def seen(self, stored: StoredObject) -> None:
         self.generation, self.size = stored.generation, len(stored.data)
+        self.metadata = stored.metadata
         self.crc32c = b64encode(zlib.crc32(stored.data).to_bytes(4, "big")).decode()
         self.time_created = self.updated = datetime.fromtimestamp(stored.created, UTC)
 
@@ -192,7 +205,7 @@ class Blob:
         encoded = data.encode() if isinstance(data, str) else data
 
         def write() -> None:
-            self.generation = self._client.put(self._bucket, self.name, encoded, if_generation_match)
+            self.generation = self._client.put(self._bucket, self.name, encoded, if_generation_match, self.metadata)
 
         self._effect("put", self._again(write), changes=True)
 

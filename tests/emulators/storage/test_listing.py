@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dropforge_local.emulators.storage import listing
-from dropforge_local.emulators.storage.models import StoredObject
+from dropforge_local.emulators.storage.listing import _Listing
 
 from .conftest import Api, Running
 
@@ -105,6 +105,40 @@ def test_glob(api: Api, glob: str, matching: list[str]) -> None:
     assert items == matching
 
 
+@pytest.mark.parametrize("glob", ["runs/*/record.json", "runs/**/record.json", "runs/?/{record,spec}.json"])
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+def test_a_glob_finds_the_same_on_pages_of_any_size(api: Api, glob: str, limit: int) -> None:
+    bucket = api.bucket()
+    for run in ("a", "b", "c"):
+        for leaf in ("events/1/record.json", "events/2", "record.json", "record.json.old", "spec.json"):
+            api.put(bucket, f"runs/{run}/{leaf}", b"")
+    wanted = {
+        "runs/*/record.json": ["record.json"],
+        "runs/**/record.json": ["events/1/record.json", "record.json"],
+        "runs/?/{record,spec}.json": ["record.json", "spec.json"],
+    }[glob]
+    items, _ = list_all(api, bucket, {"prefix": "runs/", "matchGlob": glob, "maxResults": limit})
+    assert items == [f"runs/{run}/{leaf}" for run in ("a", "b", "c") for leaf in wanted]
+
+
+def test_a_glob_with_a_delimiter_matches_common_prefixes(api: Api) -> None:
+    bucket = api.bucket()
+    for name in ("runs/a/record.json", "runs/b/record.json", "runs/list.json"):
+        api.put(bucket, name, b"")
+    assert list_all(api, bucket, {"prefix": "runs/", "delimiter": "/", "matchGlob": "runs/a/"}) == ([], ["runs/a/"])
+
+
+@pytest.mark.parametrize("fields", ["name", "generation,metageneration", "metadata,size,timeCreated", "name,crc32c"])
+def test_some_fields_are_those_of_the_whole_object(api: Api, fields: str) -> None:
+    bucket = api.bucket()
+    api.put(bucket, "plain", b"x")
+    api.put(bucket, "described", b"xy")
+    assert api.call("PATCH", f"b/{bucket}/o/described", json={"metadata": {"a": "1"}}).status_code == 200
+    whole = api.call("GET", f"b/{bucket}/o").json()["items"]
+    some = api.call("GET", f"b/{bucket}/o", params={"fields": f"items({fields})"}).json()["items"]
+    assert some == [{name: item[name] for name in fields.split(",") if name in item} for item in whole]
+
+
 @pytest.mark.parametrize("glob", ["[z-a]", "{a", "a" * 100 + "*" * 300])
 def test_unusual_globs_are_answered(api: Api, glob: str) -> None:
     bucket = api.bucket()
@@ -127,14 +161,15 @@ def test_listing_seeks(running: Running, monkeypatch: pytest.MonkeyPatch) -> Non
         for leaf in range(50):
             api.put(bucket, f"{top}/{leaf:03}", b"")
     rows = 0
-    from_row = StoredObject.from_row
+    rows_from = _Listing._rows
 
-    def counted(row: Any) -> Any:
+    def counted(listing: _Listing, position: Any) -> Any:
         nonlocal rows
-        rows += 1
-        return from_row(row)
+        for row in rows_from(listing, position):
+            rows += 1
+            yield row
 
-    monkeypatch.setattr(StoredObject, "from_row", counted)
+    monkeypatch.setattr(_Listing, "_rows", counted)
     assert list_all(api, bucket, {"delimiter": "/"})[1] == ["0/", "1/", "2/", "3/"]
     assert rows == 4
 
@@ -142,7 +177,8 @@ def test_listing_seeks(running: Running, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("query", [listing._LIVE, listing._VERSIONS])
 def test_queries_use_an_index(running: Running, query: str) -> None:
     with closing(sqlite3.connect(running.blob_dir.parent / "state.sqlite")) as connection:
-        plan = [row[3] for row in connection.execute("EXPLAIN QUERY PLAN " + query.replace("?", "'x'"))]
+        filled = query.format(columns="*").replace("?", "'x'")
+        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {filled}")]
     assert len(plan) == 1
     assert "bucket=? AND name>?" in plan[0]
 

@@ -16,6 +16,11 @@ Selection = dict[str, "Selection"]
 
 def select(value: Any, fields: str) -> Any:
     """The selected parts of a resource, or of each element of a list. Raises ValueError for a malformed selection."""
+    return _pick(value, read_selection(fields))
+
+
+def read_selection(fields: str) -> Selection:
+    """What `fields` selects. Raises ValueError if it is malformed."""
     tokens = _TOKEN.findall(fields)
     try:
         selection, end = _read_list(iter(tokens))
@@ -23,7 +28,7 @@ def select(value: Any, fields: str) -> Any:
         end = "malformed"
     if end or "".join(tokens) != fields:
         raise ValueError(f"Invalid field selection {fields}")
-    return _pick(value, selection)
+    return selection
 
 
 def _read_list(tokens: Iterator[str]) -> tuple[Selection, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import re2
 
@@ -11,22 +14,22 @@ from dropforge_local.base.db import Database
 
 from ..kit.paging import write_token
 from .errors import invalid, not_emulated
-from .models import StoredObject
 from .wire import read_token
 
-# Rows after a position in (name, generation); the partial index on live objects serves the first form.
-_LIVE = "SELECT * FROM storage_objects WHERE bucket = ? AND live = 1 AND name >= ? ORDER BY name"
+# Rows after a position in (name, generation).
+_LIVE = "SELECT {columns} FROM storage_objects WHERE bucket = ? AND live = 1 AND name >= ?"
 _VERSIONS = (
-    "SELECT * FROM storage_objects WHERE bucket = ? AND name >= ? AND (name > ? OR generation > ?) "
+    "SELECT {columns} FROM storage_objects WHERE bucket = ? AND name >= ? AND (name > ? OR generation > ?) "
     "ORDER BY name, generation"
 )
+Item = dict[str, Any]
 
 
 @dataclass
 class Page:
     """One page: objects and common prefixes, together at most the limit."""
 
-    items: list[StoredObject] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     next_token: str = ""
 
@@ -42,9 +45,17 @@ class _Position:
     generation: int = 0
 
 
-def list_objects(db: Database, bucket: str, query: Mapping[str, str], limit: int) -> Page:
+@dataclass(frozen=True)
+class Shape:
+    """The columns that a listing reads, with name and generation among them, and the item of a row."""
+
+    columns: str
+    item: Callable[[sqlite3.Row], Item]
+
+
+def list_objects(db: Database, bucket: str, query: Mapping[str, str], limit: int, shape: Shape) -> Page:
     """One page of objects.list, in the order of the names' UTF-8 bytes."""
-    listing = _Listing(db, bucket, query, limit)
+    listing = _Listing(db, bucket, query, limit, shape)
     name, generation = read_token(query, max(listing.prefix, query.get("startOffset", "")), 0)
     position: _Position | None = _Position(name, generation)
     while position is not None:
@@ -60,7 +71,7 @@ def flag(query: Mapping[str, str], parameter: str) -> bool:
 class _Listing:
     """The parameters of objects.list and the page that they fill."""
 
-    def __init__(self, db: Database, bucket: str, query: Mapping[str, str], limit: int) -> None:
+    def __init__(self, db: Database, bucket: str, query: Mapping[str, str], limit: int, shape: Shape) -> None:
         if flag(query, "softDeleted"):
             raise not_emulated("softDeleted (the soft delete policy of local buckets is 0 seconds)")
         self.page = Page()
@@ -68,16 +79,20 @@ class _Listing:
         self._db = db
         self._bucket = bucket
         self._limit = limit
+        self._shape = shape
         self._end = query.get("endOffset", "")
         self._delimiter = query.get("delimiter", "")
         self._trailing_delimiter = flag(query, "includeTrailingDelimiter")
         self._versions = flag(query, "versions")
-        self._matches = _Matcher(query.get("matchGlob", ""))
+        glob = query.get("matchGlob", "")
+        self._matches = _Matcher(glob)
+        # With a delimiter, the glob also matches common prefixes, which are no names of rows.
+        self._coarse = _coarse(glob) if glob and not self._delimiter else ""
 
     def take_group(self, position: _Position) -> _Position | None:
         """Add objects up to and with the next common prefix; return the position after it, None if the page is done."""
-        for stored in self._rows(position):
-            name = stored.name
+        for row in self._rows(position):
+            name, generation = row["name"], row["generation"]
             if not name.startswith(self.prefix) or (self._end and name >= self._end):
                 return None
             if len(self.page) >= self._limit:
@@ -85,22 +100,25 @@ class _Listing:
                 return None
             group = self._group(name)
             if (group is None or (self._trailing_delimiter and name == group)) and self._matches(name):
-                self.page.items.append(stored)
+                self.page.items.append(self._shape.item(row))
             if group is not None:
                 if self._matches(group):
                     self.page.prefixes.append(group)
                 after = _first_after(group)
                 return None if after is None else _Position(after)
-            position = _Position(name, stored.generation) if self._versions else _Position(name + "\0")
+            position = _Position(name, generation) if self._versions else _Position(name + "\0")
         return None
 
-    def _rows(self, position: _Position) -> Iterator[StoredObject]:
+    def _rows(self, position: _Position) -> Iterable[sqlite3.Row]:
+        columns = self._shape.columns
         if self._versions:
             values: tuple[object, ...] = (self._bucket, position.name, position.name, position.generation)
-            cursor = self._db.connection.execute(_VERSIONS, values)
-        else:
-            cursor = self._db.connection.execute(_LIVE, (self._bucket, position.name))
-        return map(StoredObject.from_row, cursor)
+            return self._db.connection.execute(_VERSIONS.format(columns=columns), values)
+        query, values = _LIVE.format(columns=columns), (self._bucket, position.name)
+        for condition, value in ((" AND name < ?", _first_after(self.prefix)), (" AND name GLOB ?", self._coarse)):
+            if value:
+                query, values = query + condition, (*values, value)
+        return self._db.connection.execute(f"{query} ORDER BY name", values)
 
     def _group(self, name: str) -> str | None:
         """The common prefix of `name`, if the delimiter occurs after the prefix."""
@@ -131,6 +149,15 @@ class _Matcher:
 
     def __call__(self, name: str) -> bool:
         return self._pattern is None or self._pattern.fullmatch(name) is not None
+
+
+def _coarse(glob: str) -> str:
+    """A pattern of SQLite's GLOB with a single `*`, which takes every name that the glob matches, and more.
+
+    SQLite skips the objects beside the wanted ones without a row in Python. A single `*` is never slow.
+    """
+    literals = re.split(r"[*?\[\]{},\\]", glob)
+    return glob if len(literals) == 1 else f"{literals[0]}*{literals[-1]}"
 
 
 def _glob_to_regex(glob: str) -> str:

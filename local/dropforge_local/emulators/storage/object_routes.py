@@ -18,7 +18,7 @@ from .media import send_media
 from .models import Content, Edit, StoredObject
 from .permissions import require_object
 from .preconditions import Preconditions, parse_int64
-from .resources import object_attributes, object_json
+from .resources import object_attributes, object_json, shape_of
 from .retention import HOLDS, RELEASED
 from .state import State
 from .wire import parse_json
@@ -63,9 +63,9 @@ class ObjectRoutes:
     async def list(self, call: Call) -> Reply:
         bucket = call.names["bucket"]
         self._state.buckets.get(bucket)
-        page = list_objects(self._state.db, bucket, call.query, max_results(call))
-        items = [object_json(stored, call.base_url) for stored in page.items]
-        return listing("storage#objects", items, page.next_token, prefixes=page.prefixes)
+        shape = shape_of(call.query.get("fields", ""), call.base_url)
+        page = list_objects(self._state.db, bucket, call.query, max_results(call), shape)
+        return listing("storage#objects", page.items, page.next_token, prefixes=page.prefixes)
 
     async def insert_without_media(self, call: Call) -> Reply:
         raise invalid("Upload requests must go to /upload/storage/v1/..., with uploadType", "wrongUrlForUpload")

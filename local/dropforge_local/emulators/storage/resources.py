@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sqlite3
 from typing import Any
 from urllib.parse import quote
 
+from ..kit.fields import read_selection
 from .errors import invalid, not_emulated
+from .listing import Item, Shape
 from .models import Attributes, Bucket, StoredObject
 from .preconditions import etag_of
 from .retention import HOLDS, RELEASED, check_policy
@@ -40,6 +44,15 @@ _LIFECYCLE_ACTIONS = ("Delete", "SetStorageClass", "AbortIncompleteMultipartUplo
 _MULTI_REGIONS = ("US", "EU", "ASIA")
 _LABEL_KEY = re.compile(r"[^\W\d_][\w-]{,62}")
 _LABEL_VALUE = re.compile(r"[\w-]{,63}")
+# Fields of an object, and the column that each needs; a listing of only these is made without the other columns.
+_COLUMNS = {
+    "name": "name",
+    "generation": "generation",
+    "metageneration": "metageneration",
+    "size": "size",
+    "timeCreated": "created",
+    "metadata": "attributes",
+}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -69,6 +82,30 @@ def object_json(stored: StoredObject, base_url: str) -> dict[str, Any]:
     optional = {"md5Hash": content.md5, "componentCount": content.component_count, "timeDeleted": stored.deleted}
     resource.update({name: value for name, value in optional.items() if value is not None})
     return resource
+
+
+def shape_of(fields: str, base_url: str) -> Shape:
+    """What a listing makes of its rows, if the query parameter `fields` selects these fields."""
+    try:
+        wanted = set(read_selection(fields)["items"])
+    except (ValueError, KeyError):
+        wanted = set()
+    if not wanted or not wanted <= _COLUMNS.keys():
+        return Shape("*", lambda row: object_json(StoredObject.from_row(row), base_url))
+    columns = {"name", "generation", *(_COLUMNS[field] for field in wanted)}
+    return Shape(", ".join(sorted(columns)), lambda row: _some_fields(row, wanted))
+
+
+def _some_fields(row: sqlite3.Row, wanted: set[str]) -> Item:
+    """The wanted fields of an object, all of them in _COLUMNS."""
+    item: Item = {}
+    for name in wanted:
+        value = row[_COLUMNS[name]]
+        if name == "metadata":
+            value = json.loads(value).get("metadata")
+        if value is not None:
+            item[name] = str(value) if isinstance(value, int) else value
+    return item
 
 
 def bucket_json(bucket: Bucket, base_url: str, project_number: str) -> dict[str, Any]:
