@@ -127,7 +127,7 @@ resource "google_cloudfunctions2_function" "function" {
   ]
 }
 
-# Servers on TPU VMs write their log and status by a token of `access`, as trainers do.
+# Servers read their run's model by a token of `access`, as trainers do. On TPU VMs they also write their log and status.
 resource "google_cloud_run_v2_service_iam_member" "server" {
   name     = google_cloudfunctions2_function.function["access"].name
   location = var.region

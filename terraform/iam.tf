@@ -159,12 +159,13 @@ resource "google_artifact_registry_repository_iam_member" "grant" {
   member     = google_service_account.account[each.value.account].member
 }
 
-# Attempts and servers from before 2026-11-24 reach the runs bucket by their own account (docs/upgrade.md).
+# Attempts and servers from before the upgrade of 2026-11-24 reach the runs bucket by their own account (docs/upgrade.md).
 resource "google_storage_bucket_iam_member" "older_attempts" {
   for_each = var.older_attempts ? {
     trainer_writes = { account = "trainer", role = "roles/storage.objectUser", scope = "lent_objects" }
     trainer_reads  = { account = "trainer", role = "roles/storage.objectViewer", scope = "readable_objects" }
     server_writes  = { account = "server", role = "roles/storage.objectUser", scope = "lent_objects" }
+    server_reads   = { account = "server", role = "roles/storage.objectViewer", scope = "readable_objects" }
   } : {}
 
   bucket = google_storage_bucket.runs.name

@@ -129,7 +129,7 @@ variable "network" {
 }
 
 variable "older_attempts" {
-  description = "Lets attempts and servers that began before the upgrade of 2026-11-24 go on: until you unset it, the containers of all runs may read, replace and delete each other's checkpoints and models."
+  description = "Lets attempts and servers that began before the upgrade of 2026-11-24 go on: until you unset it, the containers of all runs may read each other's objects, and replace and delete each other's checkpoints and models."
   type        = bool
   default     = false
 }

@@ -3,15 +3,15 @@
     DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 \\
     python -m containers.serve_vllm.serve
 
-On a GPU or TPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate
-(gate.py). Exit codes: 64 for wrong settings and for a
-model that the image cannot serve, 66 if no model is committed, 70 if the engine fails.
+On a GPU or TPU this process becomes `vllm serve`. On a GPU, vLLM reads the weights with the token of the run, from
+another process (bucket_tokens.py). On a CPU, this process starts an engine on an inner port behind the gate (gate.py).
+Exit codes: 64 for wrong settings and for a model that the image cannot serve, 66 if no model is committed, 70 if the
+engine fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -33,6 +33,8 @@ from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest
 from dropforge.run.proof import VARIABLE as RUN_KEY
 
+from .bucket_tokens import lend
+from .children import die_with_parent
 from .engine import (
     NO_PARSERS,
     BadSettings,
@@ -59,7 +61,6 @@ NOT_FOUND = 66
 ENGINE_FAILED = 70
 KEY = "VLLM_API_KEY"
 STOP_SECONDS = 1.5  # from SIGTERM to SIGKILL; vLLM's three processes take 1.3 s to end
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main() -> int:
@@ -80,7 +81,8 @@ def main() -> int:
 
 def serve(settings: Settings, engine: EngineName, began: float) -> int:
     """Become the engine, or run it behind the gate; returns the exit code. Raises DropforgeError without a model."""
-    clients, run_key = Clients(dict(os.environ)), os.environ.pop(RUN_KEY, "")
+    run_key = os.environ.pop(RUN_KEY, "")
+    clients = Clients(dict(os.environ))
     os.environ.pop(ACCESS, None)  # the engine, which runs the model's code, needs neither the key nor the access
     load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
     client = clients.storage()
@@ -93,7 +95,8 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     parsers = NO_PARSERS if engine == "transformers" else find_parsers(client, model)
     if engine == "vllm":
         command = vllm_argv(settings, model, parsers)
-        os.execvp(command[0], command)
+        lent = lend(clients.environment) if clients.run_credentials() else {}
+        os.execvpe(command[0], command, {**os.environ, **lent})
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
         download(client, settings, manifest, work / "model")
@@ -226,8 +229,7 @@ def start_engine(
         command = vllm_cpu_argv(python, settings, model, port, parsers)
     environment = {**os.environ, **engine_environment(directory)}
     environment.pop(KEY, None)  # the gate checks it
-    prepare = _die_with_parent if sys.platform == "linux" else None
-    return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=prepare)
+    return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent())
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -245,10 +247,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -231,12 +231,24 @@ def _spec(story: Story, **changes: Any) -> None:
     _first(story, "dropped").data["spec"] = copy.deepcopy(SPEC) | changes
 
 
-def _fail_as(story: Story, error_class: str) -> None:
-    """Set the class of every error in the record."""
+GAVE_UP = 'the workflow failed; {"tags":["HttpError"],"message":"HTTP server responded with error code 500"}'
+BROKEN = 'the workflow failed; {"tags":["KeyError"],"message":"key not found: status"}'
+
+
+@pytest.mark.parametrize(("message", "is_reported"), [(GAVE_UP, False), (BROKEN, True)])
+def test_a_run_whose_workflow_gave_up_needs_no_retry(message: str, is_reported: bool) -> None:
+    """As in seed 301052: nine calls of `inspect` failed in a row. An error of the workflow itself is a defect."""
+    story = stopped()
+    _fail_as(story, "infrastructure", message)
+    assert ("retries_are_counted" in {problem.rule for problem in check(story.history())}) is is_reported
+
+
+def _fail_as(story: Story, error_class: str, message: str = "") -> None:
+    """Set the class of every error in the record, and its message."""
     for record in _records(story):
         for error in [record["error"], *(attempt["error"] for attempt in record["attempts"])]:
             if error:
-                error["error_class"] = error_class
+                error |= {"error_class": error_class} | ({"message": message} if message else {})
 
 
 def _delay(story: Story, first: Fact, seconds: float) -> None:

@@ -59,6 +59,7 @@ UNUSED = {
         for account in ENDERS
         for verb in ("delete", "get")
     },
+    Grant("access", "runs_bucket", "storage.buckets.get"): "needed by vLLM's streamer, on a GPU",
     Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): EXISTS_ALREADY,
     Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): EXISTS_ALREADY,
     # On a slow machine pods are ready when `deploy` looks first.

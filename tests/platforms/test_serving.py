@@ -246,6 +246,7 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
     assert {key for key in metadata if f"#   {key} " in script.split("set -Eeuo")[0]} == set(metadata)
     environment = dict(line.split("=", 1) for line in metadata.pop("dropforge-env").splitlines())
     assert environment == {
+        "DROPFORGE_PROJECT": "p1",
         "DROPFORGE_MODEL_URI": f"gs://p1/models/{RUN}",
         "DROPFORGE_SERVED_MODEL_NAME": "text-to-sql",
         "DROPFORGE_MAX_MODEL_LEN": "2048",

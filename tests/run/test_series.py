@@ -38,6 +38,7 @@ from dropforge_local.emulators.storage import StorageEmulator
 from ..patience import PATIENCE_SECONDS
 
 BUCKET, KEY = "runs", "6b" * 32
+COLUMNS = ("step", "seconds", "epoch", "loss", "learning_rate", "tokens_per_second")
 BEGAN = datetime(2026, 11, 24, 8, tzinfo=UTC)
 _numbers = itertools.count(1)
 
@@ -225,12 +226,28 @@ def forged(of: str, key: str = KEY, **fields: Any) -> bytes:
         {"total_steps": 10**400},
         {"eta_seconds": 1e300},
         {"loss": [None] * (MOST_POINTS + 1)},
-        {name: [1] * (MOST_POINTS + 1) for name in ("step", "seconds", "epoch", "loss", "learning_rate")},
+        {name: [1] * (MOST_POINTS + 1) for name in COLUMNS},
+        {"later": "x" * MAX_BYTES},
     ],
 )
 def test_what_a_hostile_container_writes_is_no_series(run: str, fields: dict[str, Any]) -> None:
     assert decoded(forged(run), run, 1, KEY) is not None
     assert decoded(forged(run, **fields), run, 1, KEY) is None
+
+
+def test_a_step_that_is_repeated_is_no_progress(run: str) -> None:
+    series = Series(run=run, attempt=1, began=BEGAN, written=BEGAN)
+    for step, seconds in ((1, 0), (2, 60), (2, 120), (2, 180)):
+        series.add(point(run, step, seconds))
+    received = BEGAN + timedelta(hours=1)  # the bucket's clock
+    assert Kept(series, 1, received).advanced() == received - timedelta(seconds=120)
+
+
+def test_no_point_is_later_than_its_object(run: str) -> None:
+    """A hostile trainer could promise progress for years."""
+    series = series_of(run, 2).model_copy(update={"seconds": [0.0, 1e9]})
+    received = BEGAN + timedelta(hours=1)
+    assert Kept(series, 1, received).advanced() == received
 
 
 def test_a_series_without_the_proof_of_its_run_decides_nothing(run: str) -> None:

@@ -19,7 +19,7 @@ from dropforge.cloud.secrets import read_secret
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
-from .training import Launch, Waits, key_variable
+from .training import Launch, Waits, access_variables, key_variable
 
 KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
@@ -121,6 +121,7 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
     serve = deployment.spec.serve
     assert serve is not None, "only an endpoint has a server"
     values = {
+        "DROPFORGE_PROJECT": deployment.settings.project,
         "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
         "DROPFORGE_SERVED_MODEL_NAME": deployment.model,
         "DROPFORGE_MAX_MODEL_LEN": str(max_model_len),
@@ -128,5 +129,6 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         "DROPFORGE_SAMPLING": serve.sampling,
         **key_reference(deployment),
         **key_variable(deployment.run_key),
+        **access_variables(deployment.run, deployment.settings, deployment.run_key),
     }
     return [{"name": name, "value": value} for name, value in values.items()]

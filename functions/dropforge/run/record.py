@@ -330,7 +330,7 @@ class Record(Stored):
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
     resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
-    about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-25
+    about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
 
     @property
     def topic(self) -> str:

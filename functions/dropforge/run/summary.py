@@ -122,7 +122,7 @@ class Summary(Stored):
 def text_of(record: Record) -> str:
     """The summary of a record as the metadata has it: JSON in ASCII.
 
-    It is "" if the metadata cannot have it: for a record from before 2026-11-25, which does not say what its spec is
+    It is "" if the metadata cannot have it: for a record from before 2026-11-24, which does not say what its spec is
     about, and for a summary that is too long. Readers then read the record.
     """
     if record.was_accepted and record.about is None:

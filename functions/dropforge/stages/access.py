@@ -1,9 +1,9 @@
 """The stage access: a run's containers get a token that reaches the objects of their run, and of no other run.
 
-The containers of all runs have the same accounts, which may neither read nor write the runs bucket (the server's
-account may read it). A container names its run and proves it (run/proof.py). It gets the token of this function's
-account within a Credential Access Boundary, for at most an hour: Cloud Storage then refuses what the account or the
-boundary does not allow (https://cloud.google.com/iam/docs/downscoping-short-lived-credentials).
+The containers of all runs have the same accounts, which may neither read nor write the runs bucket. A container names
+its run and proves it (run/proof.py). It gets the token of this function's account within a Credential Access Boundary,
+for at most an hour: Cloud Storage then refuses what the account or the boundary does not allow
+(https://cloud.google.com/iam/docs/downscoping-short-lived-credentials).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .answers import Granted
 
 # Upper bounds: the grants of this function's account (terraform/permissions.yaml) are smaller.
 _WRITE, _READ = "inRole:roles/storage.objectUser", "inRole:roles/storage.objectViewer"
+_LOOK = "inRole:roles/storage.bucketViewer"  # the account has only its permission storage.buckets.get
 _LISTED = "api.getAttribute('storage.googleapis.com/objectListPrefix','')"
 # Of the JSON of a boundary. Apache OpenDAL's reqsign (google/credential_access_boundary.rs) has this limit of the
 # service; Google's page does not name it (2026-11-24).
@@ -59,12 +60,13 @@ def boundary(bucket: str, run: str, spec: JobSpec, *, is_server: bool) -> dict[s
     """The Credential Access Boundary of a run's containers.
 
     A training container writes the run's checkpoints, model and machine files, and reads its record and spec, and the
-    models of other runs that its spec names. A server writes the machine files, and reads the model and the record.
+    models of other runs that its spec names. A server reads the model, and a server on a machine of its own writes the
+    machine files.
     """
     machine, model, checkpoints = f"{names.MACHINES_PREFIX}{run}/", model_prefix(run), checkpoint_prefix(run)
     kept, sources = names.run_prefix(run), sorted(set(_sources(bucket, spec)))
     if is_server:
-        rules = [_rule(bucket, _WRITE, [machine], []), _rule(bucket, _READ, [kept, model], [model])]
+        rules = [_rule(bucket, _WRITE, [machine], []), _rule(bucket, _READ, [model], [model]), _look(bucket)]
     else:
         writes = _rule(bucket, _WRITE, [machine, model, checkpoints], [model, checkpoints])
         rules = [writes, _rule(bucket, _READ, [kept, *sources], sources)]
@@ -83,6 +85,14 @@ def _rule(bucket: str, permissions: str, prefixes: list[str], listed: list[str])
         "availableResource": f"//storage.googleapis.com/{place}",
         "availablePermissions": [permissions],
         "availabilityCondition": {"expression": "||".join(terms)},
+    }
+
+
+def _look(bucket: str) -> dict[str, Any]:
+    """A rule: the bucket's metadata, for which vLLM's streamer asks first (runai_model_streamer_gcs/files)."""
+    return {
+        "availableResource": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
+        "availablePermissions": [_LOOK],
     }
 
 

@@ -123,6 +123,18 @@ def one_owner(life: Life) -> Iterator[tuple[float, str]]:
             yield ended.time, f"execution {id_} does not own the run, but ended as {ended.value['result']['status']}"
 
 
+def training_is_reported(life: Life) -> Iterator[tuple[float, str]]:
+    """A run is TRAINING only after a container of that attempt has reported. No other container speaks for it."""
+    reported = {event.value["attempt"]: event.index for event in reversed(life.job_events)}
+    seen: set[int] = set()
+    for record in life.records:
+        number = record.value["history"][-1]["attempt"]
+        if record.value["state"] == "TRAINING" and number not in seen:
+            seen.add(number)
+            if reported.get(number, record.index) >= record.index:
+                yield record.time, f"attempt {number} was TRAINING before its container had reported anything"
+
+
 def rejected_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
     """A rejected spec has no execution and no resource."""
     if life.last.get("state") == "REJECTED":
@@ -294,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     terminal_once,
     attempts_are_closed,
     one_owner,
+    training_is_reported,
     rejected_does_nothing,
     intent_first,
     one_at_a_time,
@@ -320,6 +333,8 @@ def hostile_does_nothing(history: History) -> Iterator[tuple[float, str]]:
     for fact in history.of("write"):
         if forgeries.is_kept(fact.data["name"]):
             yield fact.time, f"{fact.data['name']} was written because of a forgery"
+        elif forgeries.is_told(fact.data["content"]):
+            yield fact.time, f"{fact.data['name']} repeats a forged series"
 
 
 def _defects(history: History) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from dropforge.run.events import MAX_JOB_EVENT_BYTES
 from dropforge.run.proof import with_proof
+from dropforge.run.series import series_object
 from dropforge.spec import JobSpec
 from dropforge.stages.access import boundary
 from dropforge_local.iam.boundary import Boundary
@@ -78,7 +79,7 @@ class Hostile:
             if not is_over():
                 victim = self._draw.choice(others() or [NOBODY])
                 on_objects = self._forge_object if self._boundary is None else self._attack_object
-                self._draw.choice((on_objects, self._forge_event))(victim)
+                self._draw.choice((on_objects, self._forge_event, self._forge_series))(victim)
 
         for _ in range(ACTS):
             self._world.after(self._draw.uniform(0, WITHIN_SECONDS), act)
@@ -142,6 +143,22 @@ class Hostile:
             return  # to replace what the victim wrote is to destroy it
         self._world.fact("hostile", run=self._run, victim=victim, name=name)
         self._storage.put(self._bucket, name, with_proof(self._key, name, content))
+
+    def _forge_series(self, victim: str) -> None:
+        """Write a series about an attempt of the victim, or a broken series about the own next attempt.
+
+        With a boundary of its token, a container can write only the latter.
+        """
+        run, attempt = self._run, self._attempt + 1
+        data = self._draw.choice(forgeries.broken_series(run, attempt, self._key))
+        if self._boundary is None and self._draw.random() < 0.5:
+            run, attempt = victim, self._present_attempt(victim) + self._draw.randrange(2)
+            key = self._draw.choice((self._key, "", "0" * 64))
+            data = forgeries.series_of(run, attempt, self._world.now, key)
+        name = series_object(run, attempt)
+        self._world.fact("hostile", run=self._run, victim=victim, name=name)
+        if self._storage.find(self._bucket, name) is None:  # to replace what the victim wrote is to destroy it
+            self._storage.put(self._bucket, name, data)
 
     def _present_attempt(self, victim: str) -> int:
         """The number of the victim's attempt that runs now: the trainer's account may read records."""

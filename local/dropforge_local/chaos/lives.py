@@ -219,11 +219,14 @@ class _Reader:
         self.lost: set[tuple[str, str]] = set()
         self.faults = False
         self.late = -1
+        self.forged = -1
 
     def take(self, here: At, kind: str) -> None:
         data = here.value
         if kind == "late":
             self.late = here.index
+        elif kind == "hostile":
+            self.forged = here.index
         elif kind == "fault":
             self._failed(here)
         elif kind == "created":
@@ -300,7 +303,7 @@ class _Reader:
             self.lives[parts[1]].touched.append(here)
         if parts[0] == "models" and parts[2:] == ["MANIFEST.json"] and not is_forged(here.value["content"]):
             self.lives[parts[1]].manifests.append(At(here.index, here.time, here.value["content"]))
-        elif parts[0] == "models" and parts[2] == "series":
+        elif parts[0] == "models" and parts[2] == "series" and self.forged != here.index - 1:
             told = self.lives[parts[1]].job_events[-1].value
             self.lives[parts[1]].received.append(
                 At(here.index, here.time, (told["attempt"], told["sequence"], "progress"))

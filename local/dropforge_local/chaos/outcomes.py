@@ -5,6 +5,7 @@ They read only the history. Where a fault may have delayed the control plane, th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from .history import History
 from .limits import Rule, Use, training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, TERMINAL, At, Life, duration_of, seconds_of
 
+_GAVE_UP = re.compile(
+    r'the workflow failed; {"tags":\["(HttpError|ConnectionError|ConnectionFailedError|TimeoutError)"'
+)
 RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 2}
 CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 30 s at most
 START_SECONDS = 1200.0  # the default of startup_timeout
@@ -107,7 +111,10 @@ def cancel_prevents_success(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def retries_are_counted(life: Life) -> Iterator[tuple[float, str]]:
-    """A failed attempt is followed by another one exactly as often as limits.retry allows for its class."""
+    """A failed attempt is followed by another one exactly as often as limits.retry allows for its class.
+
+    A run whose workflow gave up after many refused calls in a row ends at once: that is no failure of its attempt.
+    """
     if not life.valid:
         return
     limits, attempts = life.spec["limits"], life.last.get("attempts", [])
@@ -124,7 +131,7 @@ def retries_are_counted(life: Life) -> Iterator[tuple[float, str]]:
         is_allowed = ended[error_class] <= allowed.get(error_class, 0) and len(attempts) < limits.get(
             "max_attempts", 20
         )
-        if is_last and is_allowed and _is_final(life, attempt):
+        if is_last and is_allowed and _is_final(life, attempt) and not _gave_up(attempt):
             yield life.end.time, f"attempt {attempt['number']} failed ({error_class}) and was not retried"
 
 
@@ -272,6 +279,11 @@ def _is_final(life: Life, attempt: dict[str, Any]) -> bool:
     error, own = life.last.get("error"), attempt["error"]
     is_failed = life.last["state"] == "FAILED" and not life.last["cancel_requested"]
     return bool(is_failed and error and own and error.get("message", "").startswith(own.get("message", "")))
+
+
+def _gave_up(attempt: dict[str, Any]) -> bool:
+    """Whether the workflow ended the attempt because a stage did not answer."""
+    return bool(_GAVE_UP.match(attempt["error"].get("message", "")))
 
 
 def _was_refused(life: Life, id_: str, before: float) -> bool:

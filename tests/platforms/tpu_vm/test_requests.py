@@ -114,6 +114,7 @@ def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
         "dropforge-server-image": "YOUR-SERVE-VLLM-TPU-IMAGE",
         "dropforge-server-env": "\n".join(
             [
+                "DROPFORGE_PROJECT=YOUR-PROJECT",
                 f"DROPFORGE_MODEL_URI=gs://YOUR-RUNS-BUCKET/models/{run}",
                 "DROPFORGE_SERVED_MODEL_NAME=qwen3-sql",
                 "DROPFORGE_MAX_MODEL_LEN=1024",

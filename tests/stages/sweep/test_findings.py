@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def test_findings_have_a_bound() -> None:
     found = findings.of(answer, NOW)
     assert found.counts["problems"] == KEPT + 1
     assert len(found.problems) == KEPT
+
+
+def test_findings_of_a_later_version_are_read() -> None:
+    world = World()
+    found = findings.of(Swept(deleted=["a"], deleting=[], restarted=[], resubmitted=[], problems=[]), NOW)
+    world.forge(findings.OBJECT, json.dumps({**json.loads(found.model_dump_json()), "later": 1}).encode())
+    assert findings.read(world.context) == found
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"ended": 5}', b'{"ended": "x", "counts": {}}'])

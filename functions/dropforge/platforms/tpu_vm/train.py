@@ -208,9 +208,6 @@ def _server_metadata(server: Deployment) -> dict[str, str]:
     serve = server.spec.serve
     assert isinstance(serve, TrainingVmServe), "only this endpoint keeps the machine"
     environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
-    # The machine has the trainer's account, which may not read the runs bucket, as the server's may.
-    access = access_variables(server.run, server.settings, server.run_key)
-    environment += [{"name": name, "value": value} for name, value in access.items()]
     return {
         "dropforge-server-image": server.settings.serve_vllm_tpu_image,
         "dropforge-server-env": tpu.server_variables(
