@@ -238,6 +238,7 @@ def _translated(status: int, text: str) -> web.Response:
 
 async def _end_connection(request: web.Request, response: web.StreamResponse) -> None:
     response.force_close()
+    response.headers["Connection"] = "close"  # aiohttp has made its own headers before it calls this
 
 
 def _error(status: int, message: str, kind: str, parameter: str | None = None) -> web.Response:
