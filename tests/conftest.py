@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from .untested import untested_targets
 
@@ -30,6 +30,8 @@ TOOLS = {  # by the fixture
 
 # Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# A judge of a mutant asks only whether a test fails: to look for the shortest failing example takes ten times as long.
+settings.register_profile("judge", settings.get_profile("suite"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("suite")
 
 

@@ -27,7 +27,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.spec import parse_spec
 from dropforge_local.chaos.cloud import REQUESTS, SPECS, Cloud, deployment
 from dropforge_local.chaos.faults import Strike
-from dropforge_local.chaos.functions import call_stage, entry_points, event_of, topic_source
+from dropforge_local.chaos.functions import call_stage, entry_points, event_of, give_context, topic_source
 from dropforge_local.chaos.seam import context_of
 from dropforge_local.chaos.world import World
 
@@ -75,7 +75,8 @@ class Fuzzer:
     def _renew(self) -> None:
         world = World(0, Strike(0, ""))
         self._cloud = Cloud(world)
-        self._main = entry_points(context_of(world, self._cloud.clients(), deployment()))
+        self._main = entry_points()
+        give_context(self._main, context_of(world, self._cloud.clients(), deployment()))
 
     def _upload(self) -> None:
         data = self._data(VALID)

@@ -47,6 +47,7 @@ def unit(scope: Scope) -> str:
     """The first unit test that fails."""
     failed, recorder = _Failed(), TestsRecorder(Path.cwd())
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "-W", "ignore"]
+    options += ["--hypothesis-profile", "judge"]
     tests = scope.tests or (WORKFLOW, *(f"tests/{folder}" for folder in UNIT))
     code = pytest.main([*options, *tests], plugins=[failed, *([recorder] if scope.record else [])])
     if scope.record:

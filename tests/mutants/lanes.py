@@ -29,7 +29,7 @@ from .reach import Reach
 
 TREES = ROOT / "build" / "mutants"
 SOURCES = ("", "functions", "local", "cli")  # the folders of a tree that are on the import path
-GENERATED = ("build", "__pycache__", ".*_cache", ".hypothesis", ".git")
+GENERATED = ("build", ".*_cache", ".hypothesis", ".git", "*.pyc.*")  # the last: another process compiles just now
 # A judgement that takes longer than the judgement of the unchanged tree times SLOWER, plus MORE_SECONDS, does not end.
 SLOWER, MORE_SECONDS = 3, 10
 LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
@@ -198,7 +198,7 @@ def _enter(tree: Path) -> None:
 
 
 def _copy(tree: Path) -> Path:
-    """Copy the project without what was generated, and compile what the judges import."""
+    """Copy the project without what was generated, and compile what the judges import and was not compiled before."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*GENERATED), symlinks=True)
     command = [sys.executable, "-P", "-m", "compileall", "-q", *(folder for folder in SOURCES if folder)]
     subprocess.run(command, cwd=tree, check=True)

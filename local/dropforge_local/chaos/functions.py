@@ -27,11 +27,11 @@ class Functions:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._main = ModuleType("main")
+        self._main = entry_points()
 
     def connect(self, context: Context) -> None:
         """Give every function the same context, as warm instances keep theirs."""
-        self._main = entry_points(context)
+        give_context(self._main, context)
 
     def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
         """Call a stage; `done` gets its answer, or None when the instance crashed."""
@@ -91,12 +91,16 @@ def call_stage(main: ModuleType, name: str, body: dict[str, Any]) -> tuple[int, 
     return status, json.loads(json.dumps(content))
 
 
-def entry_points(context: Context) -> ModuleType:
-    """A copy of functions/main.py whose functions work with `context`."""
+def entry_points() -> ModuleType:
+    """A copy of functions/main.py, as a process of the functions loads it. Its functions need `give_context` first."""
     spec = importlib.util.spec_from_file_location("dropforge_functions_main", SOURCE)
     assert spec is not None, "a file of Python"
     assert spec.loader is not None, "likewise"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.context = lambda: context  # type: ignore[attr-defined]
     return module
+
+
+def give_context(main: ModuleType, context: Context) -> None:
+    """Let the functions of a copy work with `context` from here on."""
+    main.context = lambda: context  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +34,7 @@ from workflows_engine import Wait, decode_value, encode_value, timer_result
 
 from .cloud import OPERATIONS, RUNS, SPECS, deployment
 from .faults import Strike
-from .functions import call_stage, entry_points, event_of, topic_source
+from .functions import call_stage, entry_points, event_of, give_context, topic_source
 from .manifests import manifest
 from .scheduler import START, Killed
 from .seam import context_of
@@ -84,8 +85,7 @@ class State(NamedTuple):
     @property
     def record(self) -> dict[str, Any]:
         """The run's record; empty while there is none."""
-        content = next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")
-        return dict(json.loads(content))
+        return dict(_parsed(next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")))
 
     @property
     def places(self) -> Places:
@@ -114,7 +114,7 @@ class Step(NamedTuple):
 class Stage(World):
     """The world of one transition: made from a state, acted on, and read into the next state."""
 
-    def __init__(self, state: State, waits: dict[str, Wait], kill_at: int | None = None) -> None:
+    def __init__(self, state: State, waits: dict[str, Wait], main: ModuleType, kill_at: int | None = None) -> None:
         super().__init__(0, Strike(0, ""))
         self.state = state
         self.waits = waits
@@ -134,7 +134,7 @@ class Stage(World):
         for id_, phase, snapshot, wait in state.executions:
             self.workflows.executions[id_] = self._execution(id_, phase, snapshot, wait)
         self._ids = len(state.executions)
-        self.main = ModuleType("main")
+        self.main = main
 
     @property
     def now(self) -> float:
@@ -287,6 +287,7 @@ class Explorer:
 
     def __init__(self, faults: int, cancel: bool) -> None:
         self.faults = faults
+        self.main = entry_points()  # for all transitions: it keeps nothing between two calls
         self.waits: dict[str, Wait] = {}
         self.first = State(PLACES, mail=("spec", "cancel") if cancel else ("spec",))
         self.came: dict[State, tuple[State, str] | None] = {self.first: None}
@@ -331,10 +332,10 @@ class Explorer:
                 yield f"{step.name}, killed at effect {at}", died.next(True), True
 
     def _take(self, step: Step, state: State, kill_at: int | None) -> Stage:
-        stage = Stage(state, self.waits, kill_at)
+        stage = Stage(state, self.waits, self.main, kill_at)
         target: Any = ModelTarget(stage)
         platforms = Platforms(lambda _: target, lambda _: target, lambda _: target, lambda: [target, target])
-        stage.main = entry_points(context_of(stage, _clients(stage), SETTINGS, platforms))
+        give_context(stage.main, context_of(stage, _clients(stage), SETTINGS, platforms))
         step.take(stage)
         while stage.soon:
             stage.soon.pop(0)()
@@ -355,6 +356,11 @@ class Explorer:
                     hopeful.add(state)
                     ahead.append(state)
         return [state for state in self.edges if state not in hopeful]
+
+
+@lru_cache(maxsize=1024)
+def _parsed(content: bytes) -> dict[str, Any]:
+    return dict(json.loads(content))
 
 
 def steps(state: State) -> Iterator[Step]:
