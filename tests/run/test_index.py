@@ -193,7 +193,7 @@ def test_a_rebuild_never_undoes_the_change_of_a_function(store: RunStore) -> Non
 def test_a_rebuild_that_is_killed_leaves_every_record_whole(service: Service, store: RunStore) -> None:
     runs = [new_run(store, is_old=True) for _ in range(40)]
     before = {run: fresh(store).record(run) for run in runs}
-    child = subprocess.Popen([sys.executable, "-c", REBUILD, service.url, store.bucket.name])
+    child = subprocess.Popen([sys.executable, "-P", "-c", REBUILD, service.url, store.bucket.name])
     written: list[ObjectChange] = []
 
     def kill_at_the_third(change: ObjectChange) -> None:

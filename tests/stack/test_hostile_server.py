@@ -139,7 +139,7 @@ def attack(user: User, run: str, other: str, directory: Path) -> dict[str, str]:
         "SPECS_BUCKET": user.settings.specs_bucket,
     }
     done = subprocess.run(
-        [sys.executable, "-c", SERVE], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [sys.executable, "-P", "-c", SERVE], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 0, done.stderr
     tried: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
