@@ -74,9 +74,9 @@ BY_HAND = (
     "quota-in-use", "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
     "base-images", "provider-hashes", "vllm-image", "build-results", "ray-token", "ray-worker-size",
     "ray-head-disk", "own-cluster-disk", "gpu-pod-storage", "network-policies", "ray-operator-policy",
-    "access-token", "access-size", "access-address", "access-tensorstore", "trace-api", "trace-repeated", "log-trace",
-    "traffic-by-name", "tag-address", "revision-quota", "latest-revision", "canary-counts", "selector-switch",
-    "drain-on-gke",
+    "access-token", "access-size", "access-address", "access-tensorstore", "access-streamer",
+    "trace-api", "trace-repeated", "log-trace", "traffic-by-name", "tag-address", "revision-quota",
+    "latest-revision", "canary-counts", "selector-switch", "drain-on-gke",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 

@@ -127,6 +127,7 @@ class Story:
         self.ledger(f"{JOB}1", "intended")
         self.add("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
         self.add("running", name=f"{JOB}1")
+        self.add("told", run=RUN, attempt=1, type="started")
         self.change("TRAINING")
         return started
 
@@ -221,7 +222,6 @@ def stopped() -> Story:
     """An attempt that ends when its budget is spent, after two budget warnings and a time warning."""
     story = Story()
     started = story.begin({"max_duration": "15m", "max_cost_usd": 0.8}, 800)
-    story.add("told", run=RUN, attempt=1, type="started")
     story.add("tick", after=400)
     story.notice("budget-50")
     story.add("tick", after=200)
@@ -591,6 +591,10 @@ def _function_answers_400(story: Story) -> None:
     story.add("answer", instance="inspect-7", status=400, body={"error": "malformed"})
 
 
+def _training_before_any_report(story: Story) -> None:
+    story.facts = [fact for fact in story.facts if fact.kind != "told" or fact.data["type"] != "started"]
+
+
 MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("one_run", served, _record_created_twice),
     ("one_run", served, _run_lost),
@@ -604,6 +608,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("attempts_are_closed", served, _attempt_left_open),
     ("one_owner", served, _run_taken_over_from_a_live_execution),
     ("one_owner", served, _second_execution_with_an_outcome),
+    ("training_is_reported", stuck, _training_before_any_report),
     ("rejected_does_nothing", rejected, _rejected_run_executed),
     ("intent_first", served, _created_before_its_entry),
     ("intent_first", served, _created_again_after_teardown),

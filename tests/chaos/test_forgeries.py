@@ -9,7 +9,8 @@ import pytest
 from dropforge.run.proof import is_document_proved
 from dropforge.run.series import MAX_BYTES, decoded, series_object
 from dropforge_local.chaos.checker import check, hostile_does_nothing, training_is_reported
-from dropforge_local.chaos.forgeries import STEP, broken_series, is_told, series_of
+from dropforge_local.chaos.forged_series import broken_series, series_of
+from dropforge_local.chaos.forgeries import STEP, is_told
 from dropforge_local.chaos.history import History
 from dropforge_local.chaos.lives import read
 from dropforge_local.chaos.simulation import run

@@ -103,13 +103,13 @@ def test_a_file_of_this_machine_is_no_source(deployed: Deployed, command: str, s
 
 def test_what_put_copies_can_be_named(deployed: Deployed) -> None:
     clients.storage().create_bucket("p-data")
-    Path("rows.csv").write_text("a,b\n1,2\n")
+    Path("rows.csv").write_text("prompt,completion\n1,2\n")
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     assert deployed.run("put", "rows.csv", "gs://p-data/in/rows.csv").stdout == "gs://p-data/in/rows.csv\n"
     assert deployed.run("put", "model", "gs://p-data/models/m").exit_code == 0
     assert deployed.run("submit", spec("gs://p-data/in/rows.csv", "gs://p-data/models/m")).exit_code == 0
-    assert clients.storage().bucket("p-data").blob("in/rows.csv").download_as_bytes() == b"a,b\n1,2\n"
+    assert clients.storage().bucket("p-data").blob("in/rows.csv").download_as_bytes() == b"prompt,completion\n1,2\n"
 
 
 @pytest.mark.parametrize("uri", ["rows.csv", "gs://p-data", "gs:///rows.csv", "s3://p-data/rows.csv"])

@@ -24,6 +24,7 @@ from dropforge_local.iam.policy import described
 
 from . import forgeries
 from .events import Events
+from .forged_series import broken_series, series_of
 from .forgeries import BASE, FIRST_SEQUENCE, NOBODY
 from .manifests import manifest
 from .storage import Storage
@@ -150,11 +151,11 @@ class Hostile:
         With a boundary of its token, a container can write only the latter.
         """
         run, attempt = self._run, self._attempt + 1
-        data = self._draw.choice(forgeries.broken_series(run, attempt, self._key))
+        data = self._draw.choice(broken_series(run, attempt, self._key))
         if self._boundary is None and self._draw.random() < 0.5:
             run, attempt = victim, self._present_attempt(victim) + self._draw.randrange(2)
             key = self._draw.choice((self._key, "", "0" * 64))
-            data = forgeries.series_of(run, attempt, self._world.now, key)
+            data = series_of(run, attempt, self._world.now, key)
         name = series_object(run, attempt)
         self._world.fact("hostile", run=self._run, victim=victim, name=name)
         if self._storage.find(self._bucket, name) is None:  # to replace what the victim wrote is to destroy it
