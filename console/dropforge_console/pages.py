@@ -298,7 +298,15 @@ class Pages:
 
     async def problem(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "the application registers this handler for HTTPException"
-        return self._page("problem.html", error.status_code, number=error.status_code, detail=error.detail)
+        run = str(request.path_params.get("run", ""))
+        is_awaited = error.status_code == 404 and names.is_run_id(run) and run not in self._reader.unreadable
+        return self._page(
+            "problem.html",
+            error.status_code,
+            number=error.status_code,
+            detail=error.detail,
+            awaited=run if is_awaited else "",
+        )
 
     async def _cached(self, key: str, render: Callable[[], str], run: str = "") -> Response:
         await self._live.look(FRESH_SECONDS)
@@ -319,7 +327,7 @@ class Pages:
     def _found(self, name: str) -> Run:
         run = self._reader.find(name)
         if run is None:
-            why = self._reader.unreadable.get(name, "it may be accepted in a moment: reload the page")
+            why = self._reader.unreadable.get(name, "it may be accepted in a moment, and its page then shows it")
             raise HTTPException(404, f"there is no run {name[:80]!r} that this console can read: {why}")
         return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -16,12 +17,14 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.patience import PATIENCE_SECONDS
 
+from dropforge.base import names
 from dropforge.base.figures import usd
 from dropforge.plan import make_plan
 from dropforge.spec import parse_spec
 
 from . import axe
 from .conftest import User
+from .test_endpoints import REQUESTS
 from .test_stack_console import enter
 from .visitor import Visitor, cancel, link, visitor
 
@@ -108,6 +111,16 @@ def test_a_spec_is_judged_as_somebody_types_it_and_becomes_a_run(
         assert f"{usd(planned)} at most" in verdict.inner_text()
         page.get_by_role("button", name="Drop the spec").click()
         page.wait_for_url(re.compile("/runs/noop-"))
+        page.get_by_text("Succeeded", exact=True).first.wait_for()
+
+
+def test_the_page_of_a_run_appears_when_the_run_is_accepted(user: User, visitor: Visitor, browser: Browser) -> None:
+    """Somebody who drops a spec comes to its page before the event of the upload comes to `submit`."""
+    key = uuid.uuid4().hex
+    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # Chromium logs the answer 404
+        page.goto(f"{visitor.root}/runs/{names.run_id_of_message(key)}")
+        page.get_by_text("it may be accepted in a moment").wait_for()
+        user.publish(REQUESTS, json.dumps(user.spec("succeed")).encode(), idempotency_key=key)
         page.get_by_text("Succeeded", exact=True).first.wait_for()
 
 

@@ -27,6 +27,7 @@
     try {
       const response = await fetch(location.href, { headers: { accept: "text/html" } });
       if (!response.ok) return;
+      if (document.querySelector("[data-awaited]")) { location.reload(); return; } // a run that is accepted only now
       const page = new DOMParser().parseFromString(await response.text(), "text/html");
       for (const part of all(page)) replace(part);
       document.title = page.title;

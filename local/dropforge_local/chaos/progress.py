@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from .limits import training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, Life, duration_of, seconds_of
@@ -15,7 +16,8 @@ _POD = "k8s.io/Pod"
 def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
     """An attempt without progress for stuck_after is reported once, and ended if the spec says so. No other attempt is.
 
-    Progress is a step beyond all received steps, or any other report of the attempt.
+    Progress is a step beyond all received steps, or any other report of the attempt. The end says why, so it does not
+    wait for a warning that the channels refused.
     """
     if not life.valid:
         return
@@ -26,7 +28,7 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
         signs = _signs(life, number)
         if sent is not None:
             yield from _sent_too_early(life, signs, sent, number)
-        if error_class == "stuck" and (policy == "notify" or sent is None):
+        if error_class == "stuck" and (policy == "notify" or (sent is None and not _was_struck(life, attempt))):
             yield seconds_of(attempt["ended"]), f"attempt {number} was ended as stuck: on_stuck is {policy}"
         yield from _sent_too_late(life, signs, sent, number)
         if (
@@ -39,6 +41,12 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
             until += life.delay(sent, until)
             if _trains(life, number, until):
                 yield until, f"attempt {number} is stuck, but still trains: on_stuck is {policy}"
+
+
+def _was_struck(life: Life, attempt: dict[str, Any]) -> bool:
+    """Whether a fault struck the call that ended an attempt."""
+    ended = seconds_of(attempt["ended"])
+    return any(ended - SLACK_SECONDS <= time <= ended + 1 for time, _ in life.delays)
 
 
 def _first_sent(life: Life, key: str) -> float | None:
