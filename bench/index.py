@@ -113,7 +113,7 @@ def measure(runs: int) -> None:
 
 
 def listed(runs: int) -> None:
-    """What `dropforge runs --label team=search --sort exact_match --limit 20` does after its start."""
+    """The work of `dropforge runs --label team=search --sort exact_match --limit 20` after its start."""
     now = datetime.now(UTC)
     index = read_index(RunStore(client(), BUCKET))
     assert len(index.summaries) == runs

@@ -8,18 +8,15 @@ import json
 from difflib import get_close_matches
 
 from dropforge.base.errors import SpecProblem
-from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.spec import Dataset, JobSpec
 from dropforge.spec.parts import shown
-from dropforge.spec.templates import columns_in
+from dropforge.spec.templates import FORMS, columns_in, shown_columns
 
 from .sources import parts_of
 
-FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
 FIRST_BYTES = 1 << 18  # of an object: enough for the first row of most data sets; the container reads the others
 SEPARATORS = (";", "\t", "|")
-MAX_NAMES, MAX_NAME = 20, 60  # in a message: in a CSV file without names, the first row is in their place
 
 
 def column_problems(spec: JobSpec, clients: Clients) -> list[SpecProblem]:
@@ -75,10 +72,10 @@ def _json_columns(text: str) -> list[str] | None:
 
 
 def _problems(dataset: Dataset, uri: str, columns: list[str]) -> list[SpecProblem]:
-    has = f"the columns of {uri}: {_listed(columns)}"
+    has = f"the columns of {uri}: {shown_columns(columns)}"
     if mark := separator_of(columns):
         message = f"the columns of {uri} are separated by {mark!r}"
-        return [SpecProblem("/dataset/source", message, cut(columns[0], MAX_NAME), "commas; save the file again")]
+        return [SpecProblem("/dataset/source", message, shown_columns(columns), "commas; save the file again")]
     if dataset.columns is None:
         forms = [dataset.format] if dataset.format in FORMS else [*FORMS]
         if any(set(FORMS[form]) <= {*columns} for form in forms):
@@ -94,9 +91,3 @@ def _problems(dataset: Dataset, uri: str, columns: list[str]) -> list[SpecProble
                 message = f"the template names the column {column!r}, which the data lacks"
                 problems.append(SpecProblem(f"/dataset/columns/{name}", message, shown(template), f"{meant}{has}"))
     return problems
-
-
-def _listed(columns: list[str]) -> str:
-    """The names of columns, within limits."""
-    names = [cut(name, MAX_NAME) for name in columns[:MAX_NAMES]]
-    return ", ".join([*names, *(["..."] if len(columns) > MAX_NAMES else [])]) or "(none)"

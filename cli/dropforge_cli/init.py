@@ -18,8 +18,9 @@ import click
 from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import platform_of, targets
 from dropforge.spec import registry
+from dropforge.spec.templates import FORMS
 
-from .columns import FORMS, separator_of
+from .columns import separator_of
 from .deployment import Deployment, find
 from .options import state_option
 from .plain import echo, plain

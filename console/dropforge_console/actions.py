@@ -21,7 +21,7 @@ PREFIX = f"{names.SPECS_PREFIX}console/"
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a spec, by the rules of `dropforge submit`; the plan of its run if nothing is wrong."""
+    """The problems of a spec, by the rules of `dropforge submit`; the plan of its run if it has none."""
 
     problems: list[SpecProblem]
     plan: Plan | None = None

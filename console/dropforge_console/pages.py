@@ -278,7 +278,7 @@ class Pages:
         text, do = form.get("spec", ""), form.get("do")
         verdict = await asyncio.to_thread(actions.check, text, self._context, is_typed=do == "type")
         if verdict.problems or do != "drop":
-            code = 422 if verdict.problems else 200
+            code = 422 if verdict.problems and do != "type" else 200  # nobody has sent the text that is typed
             return self._page("new.html", code, here="new", text=text, verdict=verdict)
         run = await asyncio.to_thread(actions.submit, text, self._context)
         return RedirectResponse(f"/runs/{run}", 303)

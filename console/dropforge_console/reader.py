@@ -249,13 +249,7 @@ class Reader:
         )
 
     def _read_summary(self, run: str) -> Summary | None:
-        try:
-            return read_summary(self.store, run)
-        except NotFound:
-            return None
-        except Malformed as error:
-            self.unreadable[run] = str(error)
-            return None
+        return self._noting(run, lambda: read_summary(self.store, run))
 
     def _read_run(self, run: str) -> Run | None:
         try:
@@ -264,12 +258,16 @@ class Reader:
             return None
 
     def _read_endpoint(self, endpoint: str) -> EndpointRecord | None:
+        return self._noting(endpoint, lambda: self._named.record(endpoint))
+
+    def _noting(self, subject: str, read: Callable[[], T]) -> T | None:
+        """The result of a read; None for a missing object, and for a malformed object, which `unreadable` then has."""
         try:
-            return self._named.record(endpoint)
+            return read()
         except NotFound:
             return None
         except Malformed as error:
-            self.unreadable[endpoint] = str(error)
+            self.unreadable[subject] = str(error)
             return None
 
     def _spec(self, run: str) -> JobSpec | None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dropforge.base.redact import cut
 from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Columns, Dataset, Evaluation
-from dropforge.spec.templates import columns_in
+from dropforge.spec.templates import FORMS, columns_in, shown_columns
 
 from .errors import JobError, data_error, missing, place_of
 
@@ -28,7 +27,6 @@ RawRows = Sequence[Mapping[str, Any]]
 MIN_TRAIN_ROWS = 8
 MAX_BAD_ROWS = 0.1  # share of the rows; fewer are dropped, and the log counts them
 MAX_FILE_BYTES = 8 * 2**30  # .jsonl, .json and .csv are read into memory; .parquet is mapped
-MAX_NAMES, MAX_NAME = 20, 60  # columns that an error names, and characters of each
 ROLES = ("system", "user", "assistant")
 # Parts of OpenAI's format that dropforge does not train on. https://platform.openai.com/docs/guides/fine-tuning
 UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "refusal", "audio")
@@ -196,15 +194,14 @@ def _converter(first: Mapping[str, Any], dataset: Dataset) -> Callable[[Mapping[
     """The function that converts a row: by the spec's templates or format, else by the first row's columns."""
     if dataset.columns is not None:
         return _by_templates(dataset.columns, first)
-    needed = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
     converters = {"messages": _from_messages, "prompt_completion": _from_prompt_completion, "text": _from_text}
-    wanted = [dataset.format] if dataset.format in needed else list(needed)
+    wanted = [dataset.format] if dataset.format in FORMS else list(FORMS)
     for name in wanted:
-        if all(column in first for column in needed[name]):
+        if all(column in first for column in FORMS[name]):
             return converters[name]
-    expected = " or ".join("+".join(needed[name]) for name in wanted)
+    expected = " or ".join("+".join(FORMS[name]) for name in wanted)
     raise data_error(
-        f"{dataset.source} has the columns {_names(first)}; expected {expected} (format {dataset.format!r})",
+        f"{dataset.source} has the columns {shown_columns(first)}; expected {expected} (format {dataset.format!r})",
         "name the columns in dataset.columns, as in {'prompt': 'Question: {question}', 'completion': '{answer}'}",
     )
 
@@ -215,7 +212,7 @@ def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mappi
         for column in _fields(template or "", name):
             if column not in first:
                 raise data_error(
-                    f"dataset.columns.{name} names the column {column!r}; the data set has {_names(first)}"
+                    f"dataset.columns.{name} names the column {column!r}; the data set has {shown_columns(first)}"
                 )
 
     def convert(values: Mapping[str, Any]) -> Row:
@@ -327,12 +324,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"an object with {len(value)} fields"
     return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    """The names of a row's columns, within limits: in a CSV file without a head, they are the first row."""
-    shown = [cut(str(name), MAX_NAME) for name in [*row][:MAX_NAMES]]
-    return ", ".join([*shown, *(["..."] if len(row) > MAX_NAMES else [])]) or "(none)"
 
 
 def _held_out_count(rows: int, evaluation: Evaluation | None) -> int:

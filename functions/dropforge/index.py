@@ -28,7 +28,7 @@ class Index(NamedTuple):
 
 
 class Finding(StrEnum):
-    """What a rebuild found in the metadata of a record."""
+    """The result of comparing the metadata of a record with the record."""
 
     RIGHT = "right"
     MISSING = "missing"  # the record was written before there were summaries
@@ -37,13 +37,15 @@ class Finding(StrEnum):
 
 
 class Checked(NamedTuple):
+    """A run whose summary was compared. `problem`: the reason why the record cannot be read, or ""."""
+
     run: str
     finding: Finding
     problem: str = ""
 
 
 def about(spec: JobSpec) -> About:
-    """What lists show of a spec."""
+    """The part of a spec that lists of runs show."""
     gate = spec.evaluation.gate if spec.evaluation else None
     return About(
         target=spec.target.type,
@@ -106,7 +108,7 @@ def _rebuild_one(store: RunStore, listed: Listed, write: bool) -> Checked:
 
 
 def _about(store: RunStore, record: Record) -> About | None:
-    """What the spec of a run is about; None for a run that was never accepted, and for a spec that nobody can read."""
+    """The part of a run's spec for lists; None for a run that was never accepted, and for an unreadable spec."""
     if record.about is not None or not record.was_accepted:
         return record.about
     try:

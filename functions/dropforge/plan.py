@@ -12,7 +12,7 @@ from .control_plane import usage_of_training
 from .fit.batch import Batch, batch_of
 from .fit.phases import Row, phase_rows
 from .fit.shape import ModelShape
-from .money import endpoint_seconds, short_endpoint, training_seconds
+from .money import endpoint_seconds, most_usd, short_endpoint, training_seconds
 from .platforms import get_server, get_target
 from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from .platforms.serving import Deployment
@@ -64,12 +64,8 @@ class Plan:
     @property
     def worst_case_usd(self) -> float | None:
         """The maximum cost of training and endpoint, at most the budget; None if a price is unknown."""
-        training = [placement.worst_case_usd for placement in self.placements]
-        serving = 0.0 if self.endpoint is None else self.endpoint.worst_case_usd
-        if None in training or serving is None:
-            return None
-        total = max(part for part in training if part is not None) + serving
-        return min(total, self.spec.limits.max_cost_usd or total)
+        most = most_usd(self.spec)
+        return None if most is None else round(most, 4)
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""`dropforge index rebuild`: it writes what is missing, and says what it found."""
+"""`dropforge index rebuild` writes the missing summaries, and names the wrong ones."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Named:
 
     @property
     def token(self) -> str:
-        """What a request must bring."""
+        """The token that a request needs."""
         spec = self.user.store.spec(self.record.revisions[-1].run)
         return endpoint_key(here().cloud, spec) or self.user.info.environment["DROPFORGE_EMULATOR_TOKEN"]
 

@@ -99,7 +99,7 @@ def test_a_spec_is_judged_as_somebody_types_it_and_becomes_a_run(
     user: User, visitor: Visitor, browser: Browser
 ) -> None:
     spec = json.dumps(user.spec("succeed"), indent=2)
-    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # Chromium logs each answer 422
+    with opened(browser, visitor, 1440, "light", is_watched=False) as page:  # a run's page may be 404 at first
         page.goto(f"{visitor.root}/new")
         editor, verdict = page.get_by_label("Job spec"), page.get_by_role("status")
         editor.fill(spec.replace('"training"', '"trainig"'))

@@ -199,7 +199,7 @@ class Queued(Stored):
 
 
 class About(Stored):
-    """What lists of runs show of a spec.
+    """The part of a spec that lists of runs show.
 
     `metric` is the metric of its gate, or "". `most_usd` is the maximum cost, at the prices of the acceptance; None if
     a price is unknown.

@@ -1,4 +1,4 @@
-"""The summary of a run: what lists of runs show of it. The metadata of the record's object has the summary.
+"""The summary of a run, from which lists of runs are made. The metadata of the record's object has the summary.
 
 One write has both, so they are never apart; one listing of the bucket reads the summaries of 1,000 runs. Custom
 metadata has at most 8 KiB (https://cloud.google.com/storage/docs/metadata#custom-metadata). It should be ASCII, because
@@ -48,7 +48,7 @@ class Served(Stored):
 
 
 class Summary(Stored):
-    """What lists show of a run. `training` and `serving` are None if a price is unknown.
+    """The part of a record that lists of runs show. `training` and `serving` are None if a price is unknown.
 
     `about` is None for a run that was never accepted. `place` is the run's number in the queue. `is_waiting`: the
     record says why the run waits. `has_trained`: an attempt succeeded, so the run may have a committed model.

@@ -1,13 +1,27 @@
-"""The templates of `dataset.columns`: text with the names of columns in braces, as in `"Question: {question}"`."""
+"""Columns of data sets, and the templates of `dataset.columns`: text with their names in braces, `"Q: {question}"`."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Iterable
+from itertools import islice
 
 from dropforge.base.errors import SpecProblem
+from dropforge.base.redact import cut
 
 from .job import Dataset, JobSpec
 from .parts import shown
+
+# The columns of each form of rows that needs no templates, by dataset.format; `auto` takes the first form that fits.
+FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+MAX_NAMES, MAX_NAME = 20, 60  # columns in a message, and characters of each
+
+
+def shown_columns(columns: Iterable[str]) -> str:
+    """The names of columns, within limits: in a CSV file without names, the first row is in their place."""
+    first = [str(name) for name in islice(columns, MAX_NAMES + 1)]
+    names = [cut(name, MAX_NAME) for name in first[:MAX_NAMES]]
+    return ", ".join([*names, "..."] if len(first) > MAX_NAMES else names) or "(none)"
 
 
 def columns_in(template: str) -> list[str]:

@@ -44,10 +44,10 @@ _REFUSED = re.compile(r"not found|forbidden|denied|exceeded quota|invalid", re.I
 
 @dataclass(frozen=True)
 class Workload:
-    """What serves a model: the short name of all its objects, their labels, and the model.
+    """The objects that serve a model: the short name that all of them have, their labels, and the model.
 
     `drain_seconds`: how long an ending server may take to finish its answers; every answer then ends its connection,
-    so that the next request reaches what the Service selects by then. 0: the server keeps connections.
+    so that the next request reaches the pods that the Service selects by then. 0: the server keeps connections.
     """
 
     name: str
@@ -250,7 +250,7 @@ def events_of(api: Kubernetes, workload: Workload, name: str) -> list[Object]:
     return api.find(workload.deployment.settings.kubernetes_namespace, "events", fieldSelector=selector)
 
 
-def is_available(server: Object, serve: GkeServe) -> bool:
+def _is_available(server: Object, serve: GkeServe) -> bool:
     """Whether the controller has observed the current generation and enough pods are ready."""
     status = server.get("status", {})
     is_observed = status.get("observedGeneration", 0) >= server["metadata"]["generation"]
@@ -272,7 +272,7 @@ def url_once_ready(cloud: Cloud, api: Kubernetes, workload: Workload) -> str | W
     reason = ""
     while cloud.clock.monotonic() < deadline:
         server, service = api.get(server_name), api.get(service_name)
-        is_up = server is not None and is_available(server, serve_of(workload.deployment.spec))
+        is_up = server is not None and _is_available(server, serve_of(workload.deployment.spec))
         if is_up and service and (url := url_of(service)):
             return url
         reason = wait_reason(api, workload)

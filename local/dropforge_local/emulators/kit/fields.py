@@ -20,7 +20,7 @@ def select(value: Any, fields: str) -> Any:
 
 
 def read_selection(fields: str) -> Selection:
-    """What `fields` selects. Raises ValueError if it is malformed."""
+    """The fields that `fields` selects. Raises ValueError if it is malformed."""
     tokens = _TOKEN.findall(fields)
     try:
         selection, end = _read_list(iter(tokens))

@@ -85,7 +85,7 @@ def object_json(stored: StoredObject, base_url: str) -> dict[str, Any]:
 
 
 def shape_of(fields: str, base_url: str) -> Shape:
-    """What a listing makes of its rows, if the query parameter `fields` selects these fields."""
+    """The columns that a listing reads and the JSON of its objects, for a value of the query parameter `fields`."""
     try:
         wanted = set(read_selection(fields)["items"])
     except (ValueError, KeyError):
