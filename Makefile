@@ -11,8 +11,8 @@ SPEC ?= examples/local/cloud_run.json
 SERVE ?= transformers
 TARGET ?= cloud_run
 COUNT ?= 100000
-NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/tpu_vm tests/contract \
-	tests/mutants tests/chaos/test_seeds.py
+NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/gke tests/platforms/ray tests/platforms/tpu_vm \
+	tests/contract tests/mutants tests/chaos/test_endpoints.py tests/chaos/test_focus.py tests/chaos/test_seeds.py
 
 # Modules are compiled when they are first imported (tools/install.py), which must not be at each start of a process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,8 +32,8 @@ maxtext: $(STAMP) ## create build/maxtext, MaxText's own environment (Python 3.1
 vllm: $(STAMP) ## create build/vllm, the environment of vLLM's CPU build, if it is not there (Linux, x86-64)
 	@$(BIN)/python tools/vllm_env.py
 
-demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model (SERVE=vllm: by vLLM)
-	@$(BIN)/dropforge demo --serve $(SERVE) $(SPEC)
+demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model (SERVE=vllm: by vLLM; AGAIN=1: two models behind one URL)
+	@$(BIN)/dropforge demo --serve $(SERVE) $(if $(AGAIN),--again) $(SPEC)
 
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30

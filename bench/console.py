@@ -95,7 +95,7 @@ def touch(user: User, run: str, number: int) -> float:
     blob = user.clients.storage().bucket(user.settings.runs_bucket).blob(f"runs/{run}/record.json")
     record = json.loads(blob.download_as_bytes())
     blob.upload_from_string(
-        json.dumps({**record, "wait_reason": f"change {number}"}), if_generation_match=blob.generation
+        json.dumps({**record, "endpoint_wait_reason": f"change {number}"}), if_generation_match=blob.generation
     )
     return began
 

@@ -27,7 +27,8 @@ from dropforge.endpoints.store import EndpointStore
 from dropforge.index import read_index
 from dropforge.run.record import About, Attempt, Record, RunState, Transition
 from dropforge.run.store import RunStore
-from dropforge_cli.listing import Filter, columns, fitting, in_order
+from dropforge_cli.display import fitting
+from dropforge_cli.listing import Filter, columns, in_order
 from dropforge_console import views
 from dropforge_console.reader import Reader
 
@@ -120,7 +121,7 @@ def listed(runs: int) -> None:
     wanted = Filter(labels=(("team", "search"),))
     shown = in_order(filter(wanted.takes, index.summaries), "exact_match", now)[:SHOWN]
     out = Console(file=io.StringIO(), width=120)
-    out.print(fitting(shown, columns(shown, "exact_match", now), out.width))
+    out.print(fitting(shown, columns(shown, "exact_match", now), out.width)[0])
 
 
 def new_reader() -> Reader:

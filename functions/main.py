@@ -24,11 +24,13 @@ from dropforge.run.proof import PROOF
 from dropforge.run.record import Outcome, RunError, RunState
 from dropforge.stages.access import access as give_access
 from dropforge.stages.answers import Answer
+from dropforge.stages.ask import ask as lend
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
 from dropforge.stages.cancel import cancel_deleted, cancel_requested
 from dropforge.stages.deploy import deploy as deploy_run
 from dropforge.stages.notify import notify as notify_run
+from dropforge.stages.preflight import preflight as preflight_spec
 from dropforge.stages.provision import provision as provision_run
 from dropforge.stages.rollout.advance import advance as advance_rollout
 from dropforge.stages.rollout.messages import change_endpoint, is_change
@@ -68,7 +70,9 @@ def on_spec_deleted(event: Any) -> None:
 def on_spec_message(event: Any) -> None:
     """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...}, {"cancel": run}, or a
     change of a named endpoint (stages/rollout/messages.py)."""
-    message = _read(lambda data: request_message(data, event["source"]), event, "submit")
+    message = _read(
+        lambda data: request_message(data, event["source"], context().settings.console_topic), event, "submit"
+    )
     if message is None:
         return
     data, request = message
@@ -164,8 +168,20 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 @functions_framework.http
 def rollout(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{endpoint, rollout, execution} → PROMOTED | ROLLED_BACK | RETIRED | PENDING | SUPERSEDED"""
+    """{endpoint, rollout, execution} → PROMOTED | ROLLED_BACK | SUSPENDED | RETIRED | PENDING | SUPERSEDED"""
     return _stage(request, "rollout", lambda body: partial(advance_rollout, **_rollout(body)))
+
+
+@functions_framework.http
+def ask(request: flask.Request) -> flask.typing.ResponseReturnValue:
+    """{of}, called by the console → LENT"""
+    return _stage(request, "ask", lambda body: partial(lend, of=_asked(body)))
+
+
+@functions_framework.http
+def preflight(request: flask.Request) -> flask.typing.ResponseReturnValue:
+    """{spec}, called by the console; `spec` is the text of a spec → CHECKED"""
+    return _stage(request, "preflight", lambda body: partial(preflight_spec, text=_text(body)))
 
 
 @functions_framework.http
@@ -230,12 +246,31 @@ def _run(body: dict[str, Any]) -> str:
     return run
 
 
+def _asked(body: dict[str, Any]) -> str:
+    """A run, or a named endpoint. Raises KeyError or ValueError."""
+    of = body["of"]
+    if not isinstance(of, str) or not (is_run_id(of) or is_endpoint_name(of)):
+        raise ValueError(f"of is {cut(repr(of), 80)}; expected a run id, or the name of an endpoint")
+    return of
+
+
+def _text(body: dict[str, Any]) -> str:
+    """The text of a spec. Raises KeyError or ValueError."""
+    text = body["spec"]
+    if not isinstance(text, str):
+        raise ValueError(f"spec is {cut(repr(text), 80)}; expected the text of a spec, as a string")
+    return text
+
+
 def _account(request: flask.Request) -> str:
     """The e-mail of the account that calls; "" for an identity token without it. Raises ValueError.
 
     The platform has verified the token before, and may have removed its signature
-    (https://cloud.google.com/run/docs/troubleshooting#signature-removed).
+    (https://cloud.google.com/run/docs/troubleshooting#signature-removed). It verifies X-Serverless-Authorization
+    instead, where a caller sends it, and then passes on any Authorization: such a request proves no account.
     """
+    if "X-Serverless-Authorization" in request.headers:
+        raise ValueError("the request has X-Serverless-Authorization; expected the identity token in Authorization")
     parts = request.headers.get("Authorization", "").split(".")
     if len(parts) != 3:
         raise ValueError("the request has no identity token")

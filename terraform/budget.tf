@@ -29,7 +29,11 @@ resource "google_billing_budget" "project" {
     spend_basis       = "FORECASTED_SPEND"
   }
 
-  all_updates_rule {
-    monitoring_notification_channels = [for channel in google_monitoring_notification_channel.email : channel.id]
+  # Without addresses, Google tells the billing account's administrators and users.
+  dynamic "all_updates_rule" {
+    for_each = length(var.alert_emails) == 0 ? [] : [1]
+    content {
+      monitoring_notification_channels = [for channel in google_monitoring_notification_channel.email : channel.id]
+    }
   }
 }

@@ -5,7 +5,7 @@ locals {
   functions_url = "https://${var.region}-${var.project_id}.cloudfunctions.net/${var.prefix}-"
 
   # Keys are fields of functions/dropforge/base/settings.py. The fields of images come from var.images.
-  settings = merge(local._settings, { for role, image in var.images : "${role}_image" => image })
+  settings = merge(local._settings, { for role, image in var.images : "${role}_image" => image if role != "console" })
   _settings = {
     project                    = var.project_id
     location                   = var.region
@@ -29,14 +29,20 @@ locals {
     kubernetes_server_account  = "${var.prefix}-server"
     slack_webhook_secret       = var.slack_webhook_secret
     endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
-    console_url                = var.console_url
+    console_url                = local.console_url
+    console_topic              = local.has_console ? google_pubsub_topic.console["console"].name : ""
     otlp_endpoint              = var.otlp_endpoint
     access_url                 = "${local.functions_url}access"
+    dead_letter_subscriptions  = join(",", local.dead_letters)
     policy                     = local.policy
   }
 
+  # The functions that request completions of endpoints.
+  _ask_endpoints = ["deploy", "rollout"]
+
   # By caller. Cloud Workflows and containers may reach a function's address from outside of the network.
   _ingress = {
+    console  = "ALLOW_ALL" # the console is outside of the network
     trainer  = var.access_ingress
     workflow = var.workflow_ingress
   }
@@ -87,11 +93,11 @@ resource "google_cloudfunctions2_function" "function" {
     max_instance_count    = var.max_function_instances
     ingress_settings      = lookup(local._ingress, each.value.called_by, "ALLOW_INTERNAL_ONLY")
     service_account_email = google_service_account.account[each.key].email
-    # Endpoints on GKE and on TPU VMs have addresses only in the network; `deploy` requests a completion there.
-    direct_vpc_egress = each.key == "deploy" && length(local.private_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
+    # Endpoints on GKE and on TPU VMs have addresses only in the network. These functions request completions there.
+    direct_vpc_egress = contains(local._ask_endpoints, each.key) && length(local.private_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
 
     dynamic "direct_vpc_network_interface" {
-      for_each = each.key == "deploy" && length(local.private_regions) > 0 ? [local.subnetwork] : []
+      for_each = contains(local._ask_endpoints, each.key) && length(local.private_regions) > 0 ? [local.subnetwork] : []
       content {
         network    = local.network
         subnetwork = direct_vpc_network_interface.value

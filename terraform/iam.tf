@@ -10,7 +10,8 @@ locals {
     var.otlp_endpoint == "https://telemetry.googleapis.com" ? [] : ["traces"],
   )
 
-  accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
+  _accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
+  accounts  = { for name, account in local._accounts : name => account if local.has_console || !contains(["ask", "console", "preflight"], name) }
 
   grants = merge([
     for account, found in local.accounts : {
@@ -33,9 +34,14 @@ locals {
     keys   = "resource.name.startsWith(\"${local._runs_objects}/keys/\")"
   }
 
+  # The specs that the console drops. The functions believe what such an object says of its submitter, so nobody else
+  # may create one.
+  _console_specs = "resource.name.startsWith(\"projects/_/buckets/${google_storage_bucket.specs.name}/objects/specs/console/\")"
+
   # Scopes that are buckets or parts of a bucket: the bucket, and the condition.
   bucket_scopes = {
     specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
+    console_specs    = { buckets = [google_storage_bucket.specs.name], condition = local._console_specs }
     data_buckets     = { buckets = var.data_buckets, condition = "" }
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
     readable_objects = { buckets = [google_storage_bucket.runs.name], condition = "!${local._below.keys}" }
@@ -65,6 +71,7 @@ locals {
   topic_scopes = {
     run_events_topic = google_pubsub_topic.run_events.name
     job_events_topic = google_pubsub_topic.job_events.name
+    console_topic    = local.settings.console_topic
   }
 
   account_scopes = {
@@ -185,6 +192,14 @@ resource "google_storage_bucket_iam_member" "submitter" {
   bucket = google_storage_bucket.specs.name
   role   = "roles/storage.objectUser"
   member = each.key
+
+  dynamic "condition" {
+    for_each = local.console
+    content {
+      title      = "not_the_consoles_specs"
+      expression = "!${local._console_specs}"
+    }
+  }
 }
 
 resource "google_storage_bucket_iam_member" "reader" {

@@ -1,3 +1,13 @@
+output "console_cost" {
+  description = "What the console costs: it scales to zero."
+  value       = local.has_console ? "$0 while no page is open; while one is, about $0.10 an hour on Cloud Run and $0.09 on Cloud Storage" : ""
+}
+
+output "console_url" {
+  description = "Address of the console, which messages and the dropforge command link to; empty without a console."
+  value       = local.console_url
+}
+
 output "dropforge_toml" {
   description = "Configuration of the dropforge command: terraform output -raw dropforge_toml > dropforge.toml"
   value       = join("", [for name, value in local.settings : "${name} = ${jsonencode(value)}\n"])

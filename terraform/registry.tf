@@ -23,12 +23,14 @@ resource "google_artifact_registry_repository" "images" {
   depends_on = [google_project_service.api]
 }
 
-# Only what `make images` needs. `make registry` applies only this.
+# Only what `make images` needs, and a right that a build of functions needs: granted now, it holds everywhere when
+# `make deploy` begins to build them. `make registry` applies only this.
 resource "terraform_data" "registry" {
   depends_on = [
     google_artifact_registry_repository.images,
     google_artifact_registry_repository_iam_member.build,
     google_project_iam_member.build,
+    google_project_iam_member.build_source,
     google_storage_bucket_iam_member.build,
   ]
 }

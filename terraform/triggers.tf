@@ -4,14 +4,22 @@
 locals {
   _published = "google.cloud.pubsub.topic.v1.messagePublished"
 
-  # One trigger for each source of events. The topics of `request_topics` come in addition.
+  # One trigger for each source of events. The topics of `request_topics` and of the console come in addition.
   triggers = merge(local._triggers, {
+    for name in local.console : "on_${name}" => {
+      function = "on_spec_message"
+      filters  = { type = local._published }
+      topics   = [google_pubsub_topic.console[name].id]
+    }
+    }, {
     for name in keys(var.request_topics) : "on_request_${name}" => {
       function = "on_spec_message"
       filters  = { type = local._published }
       topics   = [google_pubsub_topic.more_requests[name].id]
     }
   })
+  dead_letters = [for name in keys(local.triggers) : "${var.prefix}-${replace(name, "_", "-")}-dead-letter"]
+
   _triggers = {
     on_spec_uploaded = {
       function = "on_spec_uploaded"
@@ -82,6 +90,7 @@ resource "google_eventarc_trigger" "trigger" {
     google_cloud_run_v2_service_iam_member.caller,
     google_project_iam_member.events,
     google_project_iam_member.storage_events,
+    terraform_data.agent,
   ]
 }
 
@@ -121,6 +130,8 @@ resource "google_pubsub_topic_iam_member" "dead_letter" {
   topic  = google_pubsub_topic.dead_letter[each.key].name
   role   = "roles/pubsub.publisher"
   member = local._pubsub_agent
+
+  depends_on = [terraform_data.agent]
 }
 
 resource "google_pubsub_subscription_iam_member" "dead_letter" {
@@ -138,7 +149,7 @@ resource "google_project_iam_member" "events" {
 }
 
 data "google_storage_project_service_account" "storage" {
-  depends_on = [google_project_service.api]
+  depends_on = [google_project_service.storage]
 }
 
 # The permission is on the project, because Eventarc creates the topic for the events of Cloud Storage.

@@ -10,9 +10,15 @@ variable "access_ingress" {
 }
 
 variable "alert_emails" {
-  description = "E-mail addresses that receive alerts and Cloud Billing budget notifications."
+  description = "E-mail addresses that receive alerts and Cloud Billing budget notifications: at most 5 with billing_account."
   type        = set(string)
   default     = []
+
+  # https://cloud.google.com/billing/docs/reference/budget/rest/v1/billingAccounts.budgets (monitoringNotificationChannels)
+  validation {
+    condition     = var.billing_account == "" || length(var.alert_emails) <= 5
+    error_message = "A Cloud Billing budget tells at most 5 addresses, and alert_emails has ${length(var.alert_emails)}. Give the address of a group, or no billing_account."
+  }
 }
 
 variable "billing_account" {
@@ -44,14 +50,47 @@ variable "cluster_regions" {
   default     = []
 }
 
+variable "console_admins" {
+  description = "IAM members who in the console may also cancel every run and change named endpoints, such as user:ann@example.com or domain:example.com."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for member in var.console_admins : can(regex("^(user|serviceAccount|domain):[^,:]+$", member))])
+    error_message = "Give user:EMAIL, serviceAccount:EMAIL or domain:DOMAIN: Identity-Aware Proxy tells the console no groups."
+  }
+}
+
+variable "console_submitters" {
+  description = "IAM members who in the console may also drop specs and cancel the runs of the specs bucket, such as user:ann@example.com or domain:example.com."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for member in var.console_submitters : can(regex("^(user|serviceAccount|domain):[^,:]+$", member))])
+    error_message = "Give user:EMAIL, serviceAccount:EMAIL or domain:DOMAIN: Identity-Aware Proxy tells the console no groups."
+  }
+}
+
 variable "console_url" {
-  description = "Address of a console of this deployment, which messages and `dropforge status` link to, such as https://console.example.com; empty: no links."
+  description = "Address of a console of this deployment, which messages and `dropforge status` link to, such as https://console.example.com; empty: the address of the service of the console, if there is one."
   type        = string
   default     = ""
 
   validation {
     condition     = var.console_url == "" || can(regex("^https://[^/]+[^/]$", var.console_url))
     error_message = "Give the address alone, such as https://console.example.com: dropforge appends the path of a page."
+  }
+}
+
+variable "console_viewers" {
+  description = "IAM members who may look at the console, such as group:ml@example.com. Without viewers, submitters and admins there is no console."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for member in var.console_viewers : can(regex("^(user|group|serviceAccount|domain|principal|principalSet):[^,]+$", member))])
+    error_message = "Give members such as group:ml@example.com; IAM's names for everybody are refused."
   }
 }
 

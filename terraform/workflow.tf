@@ -9,7 +9,7 @@ resource "google_workflows_workflow" "run" {
   deletion_protection = var.deletion_protection
 
   # The functions first: they also serve executions of the workflow before, and older functions do not serve this one.
-  depends_on = [google_project_service.api, terraform_data.workflows_agent, google_cloudfunctions2_function.function]
+  depends_on = [google_project_service.api, terraform_data.agent, google_cloudfunctions2_function.function]
 }
 
 resource "google_workflows_workflow" "rollout" {
@@ -22,28 +22,5 @@ resource "google_workflows_workflow" "rollout" {
   call_log_level      = "LOG_ERRORS_ONLY"
   deletion_protection = var.deletion_protection
 
-  depends_on = [google_project_service.api, terraform_data.workflows_agent, google_cloudfunctions2_function.function]
-}
-
-# A project that never had a workflow has no service agent of Workflows, and the first workflow is refused for want of it
-# (https://github.com/terraform-google-modules/terraform-google-bigquery/pull/226). The provider's own resource for
-# service agents, google_project_service_identity, is in google-beta only. The agent belongs to the project: `destroy`
-# leaves it.
-resource "terraform_data" "workflows_agent" {
-  triggers_replace = {
-    agent   = "service-${data.google_project.project.number}@gcp-sa-workflows.iam.gserviceaccount.com"
-    project = var.project_id
-  }
-
-  provisioner "local-exec" {
-    command = join(" && ", [
-      "gcloud beta services identity create --service=workflows.googleapis.com --project=${self.triggers_replace.project} --quiet",
-      join(" ", [
-        "gcloud projects add-iam-policy-binding ${self.triggers_replace.project} --condition=None --format=none --quiet",
-        "--member=serviceAccount:${self.triggers_replace.agent} --role=roles/workflows.serviceAgent",
-      ]),
-    ])
-  }
-
-  depends_on = [google_project_service.api]
+  depends_on = [google_project_service.api, terraform_data.agent, google_cloudfunctions2_function.function]
 }

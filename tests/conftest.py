@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -19,7 +20,10 @@ from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPOSSIBLE = 3  # the exit code of a tool whose environment this machine cannot have
+FIRST_PORT, PORTS, WORKERS = 10100, 600, 8  # the ports of each worker's stacks, below those of the emulated machines
 GARBAGE_OBJECTS = 10_000  # between two collections of garbage; Python's own 700 cost a tenth of the processor time
+# Open files and sockets of this process after a test; `select`, which the Kubernetes client calls, takes 1,023.
+MANY_DESCRIPTORS, MOST_DESCRIPTORS = 200, 400
 MAKERS = pytest.StashKey[dict[str, "Maker"]]()
 COLLECTED = pytest.StashKey[frozenset[str]]()  # the names of the modules that the collection imported
 TOOLS = {  # by the fixture
@@ -38,11 +42,16 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests run: nothing that their collection makes is garbage
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub, which may answer slowly or not at all
+    # After a 404, a storage client asks for its bucket in a thread, which may outlast the test and its server.
+    os.environ["DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"] = "true"
     # PyTorch's threads spin while one of them waits for a core: on two busy cores a training took ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from .scheduling import COMPUTES, NICENESS
 
+        # A test kills its stack and starts it at the same ports: no stack of another worker may take them meanwhile.
+        first = FIRST_PORT + int(worker.removeprefix("gw")) % WORKERS * PORTS
+        os.environ["DROPFORGE_STACK_PORTS"] = f"{first}-{first + PORTS - 1}"
         if worker == COMPUTES:
             os.nice(NICENESS)
 
@@ -73,6 +82,19 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     for fixture in TOOLS:
         if any(fixture in getattr(item, "fixturenames", ()) for item in session.items):
             start_maker(session.config, fixture)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Close what tests have left to the garbage: it is collected too rarely (`GARBAGE_OBJECTS`) for descriptors."""
+    yield
+    if descriptors() > MANY_DESCRIPTORS:
+        gc.collect()
+        assert descriptors() <= MOST_DESCRIPTORS, f"{descriptors()} files and sockets are open after {item.nodeid}"
+
+
+def descriptors() -> int:
+    return int(psutil.Process().num_fds())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own summary: the line comes last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import cache, partial
 from types import SimpleNamespace
@@ -72,13 +72,31 @@ class Memory:
             return None
         return self._present(name)
 
-    def list_blobs(self, bucket: object, prefix: str = "", **_: Any) -> list[Blob]:
-        return [self._present(name) for name in sorted(self.objects) if name.startswith(prefix)]
+    def list_blobs(self, bucket: object, prefix: str = "", **_: Any) -> Blobs:
+        return Blobs(self._present(name) for name in sorted(self.objects) if name.startswith(prefix))
 
     def _present(self, name: str) -> Blob:
         found = Blob(self, name)
         found.generation, found.metadata = self.objects[name][1], self.metadata.get(name)
         return found
+
+
+class Blobs(list["Blob"]):
+    """A listing of a single page."""
+
+    @property
+    def pages(self) -> Iterator[SimpleNamespace]:
+        """The page, as the client gives it: with the JSON of the answer."""
+        items = [
+            {
+                "name": blob.name,
+                "generation": str(blob.generation),
+                "metageneration": str(blob.metageneration),
+                "metadata": blob.metadata or {},
+            }
+            for blob in self
+        ]
+        return iter([SimpleNamespace(raw_page={"items": items})])
 
 
 class Blob:

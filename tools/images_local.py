@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -270,7 +270,7 @@ def write_facts(role: str, started: Container, context: str) -> int:
 def context_digest() -> str:
     """Return a digest of everything that an image can contain, and of the Dockerfiles."""
     digest = hashlib.sha256((ROOT / ".dockerignore").read_bytes())
-    for folder in ("containers", "functions/dropforge"):
+    for folder in ("console", "containers", "functions/dropforge"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
@@ -319,6 +319,7 @@ def start_train_trl(started: Container) -> str:
             "STORAGE_EMULATOR_HOST": server.url,
             "PUBSUB_EMULATOR_HOST": server.grpc_address,
             "HF_HUB_OFFLINE": "1",
+            "DROPFORGE_CPU_STANDS_IN": "1",
             "DROPFORGE_PROJECT": "local",
             "DROPFORGE_RUN": "local-run",
             "DROPFORGE_ATTEMPT": "1",
@@ -406,7 +407,44 @@ def user(started: Container) -> str:
     return f"UID {uid}"
 
 
+def start_console(started: Container) -> str:
+    """Without settings it ends; with them it answers, and lets nobody in who did not pass Identity-Aware Proxy."""
+    from dropforge.base.settings import Settings
+
+    said = refuses(started, "DROPFORGE_PROJECT is not set")
+    (port,) = free_ports(1)
+    required = [field.name for field in fields(Settings) if field.default is MISSING]
+    environment = {f"DROPFORGE_{name.upper()}": "local" for name in required}
+    environment |= {
+        "PORT": str(port),
+        "STORAGE_EMULATOR_HOST": "http://localhost:1",  # no credentials here; nobody gets far enough to read a bucket
+        "DROPFORGE_CONSOLE_URL": f"https://localhost:{port}",
+        "DROPFORGE_CONSOLE_AUDIENCE": "/projects/1/locations/local/services/console",
+    }
+    return f"{said}; {started.run('python', '-c', ASK_CONSOLE, environment=environment).splitlines()[-1]}"
+
+
+ASK_CONSOLE = """
+import os, subprocess, sys, time, urllib.error, urllib.request
+console = subprocess.Popen([sys.executable, "-m", "dropforge_console"])
+port = os.environ["PORT"]
+while True:
+    assert console.poll() is None, "the console has ended"
+    try:
+        urllib.request.urlopen(f"http://localhost:{port}/runs")
+    except urllib.error.HTTPError as error:
+        assert error.code == 401, error
+        break
+    except OSError:
+        time.sleep(0.1)
+console.terminate()
+assert console.wait() == 0
+print("answers 401 without an assertion, and ends with SIGTERM")
+"""
+
+
 STARTS: dict[str, Callable[[Container], str]] = {
+    "console": start_console,
     "train_trl": start_train_trl,
     "serve_vllm": start_serve_vllm,
     "train_maxtext": start_train_maxtext,

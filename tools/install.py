@@ -36,7 +36,10 @@ def main(target: str) -> int:
     print(f"installing PyTorch {torch} (CPU build if available)", flush=True)
     install(python, uv.torch_places(python), "--no-deps", f"torch=={torch}+cpu", stderr=subprocess.DEVNULL)
     print("installing dropforge and its dependencies, as pinned in lock.txt", flush=True)  # with the plain PyTorch, too
-    return install(python, uv.settings(python), "--editable", f"{ROOT}[{EXTRAS}]")
+    if code := install(python, uv.settings(python), "--editable", f"{ROOT}[{EXTRAS}]"):
+        return code
+    print(f'done; in a shell, the command is there after: export PATH="$PWD/{target}/bin:$PATH"')
+    return 0
 
 
 def install(python: str, places: Mapping[str, str], *words: str, stderr: int | None = None) -> int:

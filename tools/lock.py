@@ -70,6 +70,12 @@ FUNCTIONS = Lock(
 )
 LOCKS = (
     FUNCTIONS,
+    Lock(
+        "containers/console/requirements.lock.txt",
+        "The environment of the console on Cloud Run. 3.11 is for `make images-local`.",
+        "containers/console/requirements.txt",
+        pythons=("3.11", "3.12"),
+    ),
     Lock("containers/uv.lock.txt", "The installer of every image.", "containers/uv.txt", platforms=LAPTOPS),
     Lock(
         "containers/torch_cpu.lock.txt",

@@ -19,9 +19,9 @@ HEAD = """\
 # Spec reference
 For people who write job specs: this page lists every field of a job spec, with its type, its default and its meaning.
 
-The page is made from [job_spec.schema.json](../schemas/job_spec.schema.json) (`make tables`). An editor that knows the
-schema completes and explains the same fields: name it in the spec's `$schema`. `dropforge validate` also applies the
-rules that a schema cannot express. Unknown fields are refused.
+`make tables` makes this page from [job_spec.schema.json](../schemas/job_spec.schema.json). If the spec's `$schema`
+names this schema, an editor completes and explains the fields. `dropforge validate` also applies the rules that a
+schema cannot express. dropforge refuses unknown fields.
 
 A duration is a whole number with a unit: `90s`, `45m`, `2h`, `7d`. A field without a default is required.
 """

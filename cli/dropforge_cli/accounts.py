@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from dropforge.base.settings import Settings
+from dropforge.cloud import google_apis
+from dropforge.cloud.google_apis import NotAsked, Refused
 from dropforge.platforms import servers, targets
 from dropforge.platforms.platform import Permission
 from dropforge.spec import JobSpec
-
-from . import google_apis
-from .google_apis import NotAsked, Refused
 
 # Permissions that every run needs. Each platform declares the permissions of its targets and endpoints.
 ALWAYS = (

@@ -8,7 +8,7 @@ from dropforge.stages.sweep.audit import MEANING, Audit
 from dropforge.stages.sweep.audit import audit as compare_all
 
 from .deployment import connect
-from .display import stderr, stdout, table
+from .display import stderr, stdout, table, working
 from .options import json_option, state_option
 from .plain import echo_json
 from .problems import FAILED
@@ -19,7 +19,9 @@ from .problems import FAILED
 @state_option
 def audit(as_json: bool, state: str | None) -> None:
     """Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."""
-    found = compare_all(connect(state).context)
+    deployment = connect(state)
+    with working("comparing the ledgers with the cloud"):
+        found = compare_all(deployment.context)
     if as_json:
         rows = [{**difference._asdict(), "why": MEANING[difference.difference]} for difference in found.differences]
         echo_json({"differences": rows, "problems": found.problems})

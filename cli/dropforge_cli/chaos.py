@@ -15,6 +15,7 @@ from dropforge_local.chaos.history import History
 from dropforge_local.chaos.simulation import run, run_focused, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
+from .display import counted
 from .plain import echo
 
 STRUCK_TARGET = "cloud_run"  # the default target of the run that a fault strikes
@@ -59,7 +60,8 @@ def chaos(
     cells: list[Aim | None] = []
     is_replay = seed is not None or strike is not None
     chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    for options, simulate in _simulations(chosen, strike, each, focused, targets):
+    simulations = list(_simulations(chosen, strike, each, focused, targets))
+    for options, simulate in counted(simulations, len(simulations), "simulations"):
         history = simulate()
         problems = check(history)
         count, broken = count + 1, broken + bool(problems)

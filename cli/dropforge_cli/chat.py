@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import string
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,20 +14,28 @@ import requests
 
 from dropforge.run.record import Endpoint
 from dropforge.spec import JobSpec
-from dropforge.spec.job import Columns, Dataset
+from dropforge_console.asking import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    MESSAGE,
+    PLAIN,
+    Answer,
+    Prompt,
+    Unanswered,
+    prompt_of,
+    refused,
+    unreachable,
+)
 
 from .callee import callee_of
 from .deployment import Deployment, connect
-from .display import stdout, table
-from .endpoints import PAGE, refusal_hint, token_of
+from .display import awaited, stdout, table, working
+from .endpoints import token_of
 from .options import complete_run, run_argument, state_option
 from .plain import echo, plain
 from .problems import FAILED, CliError
 
-CONNECT_SECONDS = 20.0
-ANSWER_SECONDS = 600.0  # between two parts of an answer; an endpoint that scaled to zero first loads its model
-MESSAGE = "message"  # the only field of a prompt without a template
-DATA = b"data:"
+WAITS = "waiting for the answer"  # minutes, if the endpoint has scaled to zero
 
 
 @click.command()
@@ -36,10 +43,17 @@ DATA = b"data:"
 @click.argument("message", required=False)
 @click.option("--field", "fields", metavar="NAME=TEXT", multiple=True, help="A field of the prompt's template.")
 @click.option("--raw", is_flag=True, help="Send messages as they are, without the template of the training.")
-@click.option("--system", metavar="TEXT", help="A system prompt; default: that of the training.")
+@click.option("--system", metavar="TEXT", help="A system prompt. Default: the system prompt of the training.")
 @click.option("--compare", metavar="RUN2", shell_complete=complete_run, help="Ask a second run the same.")
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="The longest answer; default: the endpoint's.")
-@click.option("--temperature", type=click.FloatRange(0, 2), metavar="T", help="0 is greedy; default: the endpoint's.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="The length of the longest answer. Default: the endpoint's value.",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0, 2), metavar="T", help="0: greedy. Default: the endpoint's value."
+)
 @state_option
 def chat(
     run: str,
@@ -71,31 +85,6 @@ def chat(
         answered = _answer(sides, _values(message or "", names, given))
         raise SystemExit(0 if answered else FAILED)
     _converse(sides, names, given)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """How a question becomes messages: the templates of the training, or the question as it is."""
-
-    user: str
-    system: str | None = None
-
-    @property
-    def fields(self) -> list[str]:
-        """The names that the templates hold, in the order of their first use."""
-        texts = (self.system or "", self.user)
-        return list(dict.fromkeys(name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name))
-
-    def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
-        """The messages before the answer, as a row of the training has them."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system.format_map(values)}]
-        return [*system, {"role": "user", "content": self.user.format_map(values)}]
-
-
-def prompt_of(spec: JobSpec) -> Prompt | None:
-    """Return the prompt of a training row; None if the rows' own messages were the prompts."""
-    columns: Columns | None = spec.dataset.columns if isinstance(spec.dataset, Dataset) else None
-    return None if columns is None else Prompt(columns.prompt, columns.system)
 
 
 @dataclass
@@ -135,60 +124,38 @@ class Side:
                 url, json=body, headers=headers, stream=True, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)
             ) as reply:
                 if not reply.ok:
-                    raise self._refusal(reply)
+                    raise refused(self.run, self.spec, reply.status_code, reply.text or reply.reason)
                 yield from self._streamed(reply)
+        except Unanswered as error:
+            raise CliError(str(error), error.hint) from None
         except requests.Timeout as error:
             raise self._unreachable(f"did not answer in time: {error}") from None
         except requests.RequestException as error:
             raise self._unreachable(f"cannot be reached: {error}") from None
 
     def _streamed(self, reply: requests.Response) -> Iterator[str]:
-        """Yield the texts of server-sent events. https://platform.openai.com/docs/api-reference/chat-streaming"""
-        ended = ""
+        answer = Answer(self.run)
         for line in reply.iter_lines():
-            if not line.startswith(DATA) or (data := line[len(DATA) :].strip()) == b"[DONE]":
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise CliError(f"the endpoint of {self.run} broke off: {_message(event)}")
-            for choice in event["choices"]:
-                ended = choice.get("finish_reason") or ended
-                if text := choice["delta"].get("content"):
-                    yield text
-        if ended not in ("stop", "length"):
-            raise CliError(f"the endpoint of {self.run} broke off: the answer has no end ({ended or 'no reason'})")
-        if ended == "length":
-            echo("\nnote: the answer was cut at the greatest number of tokens", err=True)
-
-    def _refusal(self, reply: requests.Response) -> CliError:
-        try:
-            why = _message(reply.json())
-        except ValueError:
-            why = reply.text.strip() or reply.reason
-        hint = refusal_hint(self.spec, reply.status_code) or f"its log: `dropforge logs {self.run} --tail 20`"
-        return CliError(f"the endpoint of {self.run} answered HTTP {reply.status_code}: {why}", hint)
+            if text := answer.part(line):
+                yield text
+        answer.check_end()
+        if answer.ended == "length":
+            echo("\nnote: the answer was cut at the largest number of tokens (--max-tokens)", err=True)
 
     def _unreachable(self, why: str) -> CliError:
-        assert self.spec.serve is not None, "the run has an endpoint"
-        hint = f"is it still there? `dropforge status {self.run}`"
-        if self.spec.serve.is_private:
-            hint = f"only clients in the deployment's network reach it: {PAGE}#endpoints-inside-the-vpc"
-        return CliError(f"the endpoint of {self.run} at {self.endpoint.base_url} {why}", hint)
-
-
-def _message(body: Any) -> str:
-    """Return the message of an error in OpenAI's form, or the whole body."""
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
+        error = unreachable(self.run, self.spec, self.endpoint, why)
+        return CliError(str(error), error.hint)
 
 
 def _side(deployment: Deployment, text: str, raw: bool, system: str | None, extra: dict[str, Any]) -> Side:
     name, endpoint, _, spec = callee_of(deployment, text)
     trained = None if raw else prompt_of(spec)
-    prompt = trained or Prompt(f"{{{MESSAGE}}}")
+    prompt = trained or PLAIN
     if system is not None:
-        prompt = Prompt(prompt.user, system.replace("{", "{{").replace("}", "}}"))
-    return Side(name, spec, endpoint, token_of(deployment, spec), prompt, trained is not None, extra)
+        prompt = prompt.with_system(system)
+    with working("getting a token"):
+        token = token_of(deployment, spec)
+    return Side(name, spec, endpoint, token, prompt, trained is not None, extra)
 
 
 def _fields_of(sides: Sequence[Side]) -> list[str]:
@@ -232,7 +199,10 @@ def _converse(sides: Sequence[Side], names: Sequence[str], given: Mapping[str, s
     models = " and ".join(f"{side.endpoint.model} ({side.run})" for side in sides)
     echo(f"talking to {models}; an empty line ends", err=True)
     if any(side.is_trained_prompt for side in sides):
-        echo("with the prompt of the training, so each question starts anew; --raw talks freely", err=True)
+        echo(
+            "each question gets the prompt of the training, without earlier questions; --raw sends a conversation",
+            err=True,
+        )
     while values := _read(names, given):
         try:
             _answer(sides, values)
@@ -259,11 +229,11 @@ def _read(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
 def _answer(sides: Sequence[Side], values: Mapping[str, str]) -> bool:
     """Print the answers: one side's as it arrives, two sides' next to each other. Returns whether all answered."""
     if len(sides) == 1:
-        for part in sides[0].ask(values):
+        for part in awaited(sides[0].ask(values), WAITS):
             echo(part, nl=False)
         echo("")
         return True
-    with ThreadPoolExecutor(len(sides)) as pool:
+    with working(WAITS), ThreadPoolExecutor(len(sides)) as pool:
         answers = list(pool.map(lambda side: _whole(side, values), sides))
     rows = table(*(f"{side.endpoint.model} ({side.run})" for side in sides))
     rows.add_row(*(answer for answer, _ in answers))

@@ -6,21 +6,25 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
+from dropforge_console.asking import Unanswered
 from dropforge_console.passes import Passes
 
 from .deployment import Deployment, connect, state_directory
+from .endpoints import token_of
 from .options import complete_run, state_option
 from .plain import echo
 from .problems import CliError
 from .runs import find_run
 
 if TYPE_CHECKING:
+    from dropforge_console.playground import Callee
     from dropforge_local.stack.config import StackInfo
 
 PORT = click.IntRange(0, 65535)
@@ -48,14 +52,14 @@ def console(run: str, port: int, state: str | None) -> None:
         access = Access(host_of(listener), Passes(Path(directory), time.time))
         echo(f"the console of {deployment.where}; Ctrl-C ends it")
         echo(f"open, within ten minutes: {access.link(path)}")
-        serve(deployment.context, listener, access, _log_reader(deployment))
+        serve(deployment.context, listener, access, _log_reader(deployment), partial(_token_of, deployment))
 
 
 @click.command()
 @click.argument("subject", default="", metavar="[RUN|ENDPOINT]", shell_complete=complete_run)
 @state_option
 def open(subject: str, state: str | None) -> None:
-    """Print a link to the console, and open it on a desktop; of the local stack, the link opens once.
+    """Print a link to the console, and open it on a desktop; a link to a local stack opens once.
 
     It leads to a run (its id, the beginning of its id, a name, or `latest`), to a named endpoint, or to every run.
     """
@@ -97,6 +101,14 @@ def _through_file(path: Path, link: str) -> str:
     path.touch(mode=0o600)
     path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={link}">\n')
     return path.as_uri()
+
+
+def _token_of(deployment: Deployment, callee: Callee) -> str:
+    """The token of an endpoint, as `dropforge token` prints it: google-auth has none for a user."""
+    try:
+        return token_of(deployment, callee.spec)
+    except CliError as error:
+        raise Unanswered(error.message, error.hint) from error
 
 
 def _log_reader(deployment: Deployment) -> Callable[[str], list[str]] | None:

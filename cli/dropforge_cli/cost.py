@@ -9,11 +9,11 @@ from datetime import datetime
 import click
 
 from dropforge.base.clock import utc_now
-from dropforge.bill import BY, LABEL, Group, grouped
+from dropforge.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.run.record import RunState
 
 from .deployment import connect
-from .display import stderr, stdout, table
+from .display import stderr, stdout, table, working
 from .options import json_option, since_option, state_option
 from .plain import echo, echo_json
 from .runs import all_runs
@@ -37,13 +37,17 @@ class By(click.ParamType[str]):
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 @state_option
 def cost(by: str, since: datetime | None, as_json: bool, as_csv: bool, state: str | None) -> None:
-    """Add up what runs and endpoints have cost so far, beside their maximum."""
+    """Add up the cost of runs and endpoints so far, and show their maximum cost."""
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
-    store, now = connect(state).store, utc_now()
+    deployment, now = connect(state), utc_now()
+    store = deployment.store
     accepted = [run for run in all_runs(store) if run.state is not RunState.REJECTED]
     runs = [run for run in accepted if since is None or run.created >= since]
-    groups, total = grouped(runs, by, now), Group.of("in all", runs, now)
+    endpoints = deployment.context.endpoints
+    with working("reading the endpoints"):
+        named = named_costs(map(endpoints.record, endpoints.names()), now)
+    groups, total = grouped(runs, by, now, named), Group.of("in all", runs, now, named)
     if as_json:
         echo_json({"by": by, "groups": [group.to_json() for group in groups], "total": total.to_json()})
     elif as_csv:
@@ -52,6 +56,8 @@ def cost(by: str, since: datetime | None, as_json: bool, as_csv: bool, state: st
         stdout().print("no runs, so no cost")
     else:
         show(groups, total, by, sum(run.is_open(now) for run in runs))
+        if deployment.stack is not None:
+            stderr().print("a local stack costs nothing: on the cloud it would have been this much", style="dim")
 
 
 def show(groups: list[Group], total: Group, by: str, still_open: int) -> None:

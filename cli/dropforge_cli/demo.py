@@ -19,7 +19,7 @@ from dropforge.base.figures import duration
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
-from . import report
+from . import demo_again, report
 from .console import console_link
 from .deployment import Deployment, of_stack
 from .display import stdout, titled
@@ -49,21 +49,29 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
     help="The engine that serves: `transformers serve`, or vLLM's CPU build in build/vllm.",
 )
 @click.option(
+    "--again",
+    is_flag=True,
+    help="Two specs, one URL: a model with little training serves, then a better one behind the same URL, then a "
+    "rollback.",
+)
+@click.option(
     "--state", metavar="DIR", default="build/demo", show_default=True, help="Directory of the demo's own stack."
 )
-def demo(spec: Path, engine: str, state: str) -> None:
+def demo(spec: Path, engine: str, again: bool, state: str) -> None:
     """Train and serve a small model on this machine, then end everything it started."""
     directory, job = Path(state).resolve(), read_spec(spec, policy_in_use(None))
+    if again:
+        demo_again.check_names(job)
     with _alone(directory):
-        raise SystemExit(run_demo(job, spec, engine, directory, stdout()))
+        raise SystemExit(run_demo(job, spec, engine, directory, stdout(), again=again))
 
 
-def run_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> int:
+def run_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console, *, again: bool = False) -> int:
     """Run a demo of `spec` and return its exit code. In every case, end everything it started."""
     began = time.monotonic()
     code = FAILED
     try:
-        code = _try_demo(spec, path, engine, state, out)
+        code = _try_demo(spec, path, engine, state, out, again=again)
     finally:
         for number in SIGNALS:  # a second Ctrl-C must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
@@ -72,12 +80,12 @@ def run_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) 
     return code or (0 if nothing_left else FAILED)
 
 
-def _try_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> int:
+def _try_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console, *, again: bool) -> int:
     try:
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
         with explained():
-            return 0 if _demonstrate(spec, path, engine, state, out) else FAILED
+            return 0 if _demonstrate(spec, path, engine, state, out, again=again) else FAILED
     except CliError as error:
         error.show()
         return FAILED
@@ -86,8 +94,8 @@ def _try_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console)
         return INTERRUPTED
 
 
-def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> bool:
-    """Run the demo and print its report; return whether the run succeeded."""
+def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Console, *, again: bool) -> bool:
+    """Run the demo and print its report; return whether its runs succeeded."""
     check_machine(spec)
     for purpose in (f"training on {spec.target.type}", f"serving by {engine}"):
         if tool := ENVIRONMENTS.get(purpose):
@@ -97,6 +105,8 @@ def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Conso
     for uri in spec.sources.values():
         if uri in SOURCES:
             _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(deployment.clients, uri))  # type: ignore[misc]
+    if again:
+        return demo_again.demonstrate(deployment, spec, path, out)
     run = upload_spec(deployment, path.read_bytes(), path.name)
     out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/")
     if deployment.stack and deployment.stack.console:
@@ -176,7 +186,8 @@ def _end(state: Path, out: Console, *, interrupted: bool) -> bool:
     """
     from dropforge_local.stack import control as stack
 
-    stack.down(state)
+    with out.status("ending everything"):
+        stack.down(state)
     left = stack.leftovers(state)
     if interrupted:
         stack.down(state, delete=True)

@@ -15,6 +15,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Record, RunState
 
 from .deployment import Deployment
+from .display import working
 from .plain import echo, plain
 from .problems import CliError
 
@@ -29,7 +30,9 @@ class Duplicate(CliError):
 
 def refuse_duplicate(deployment: Deployment, data: bytes) -> None:
     """Ask in a terminal whether a spec that had a run already shall have another; without one, raise CliError."""
-    if (run := run_of(deployment, data)) is None:
+    with working("looking for an earlier run of the spec"):
+        run = run_of(deployment, data)
+    if run is None:
         return
     record = deployment.store.find(run)
     if record is not None and record.state is RunState.REJECTED:

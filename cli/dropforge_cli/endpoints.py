@@ -15,6 +15,7 @@ from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment
+from .options import state_words
 from .problems import CliError
 
 PAGE = "docs/calling.md"
@@ -25,16 +26,22 @@ def call_lines(record: Record) -> list[str]:
     if record.endpoint is None or record.endpoint.ended:
         return []
     return [
-        f"call it with `dropforge chat {record.run}` or `dropforge snippet {record.run}`",
-        f"its token: `dropforge token {record.run}`",
+        f"ask it: `dropforge chat {record.run}{state_words()}`",
+        f"in a program: `dropforge snippet {record.run}{state_words()}`",
+        f"its token: `{token_command(record.run)}`",
     ]
+
+
+def token_command(name: str) -> str:
+    """Return the command that prints the token of the endpoint of a run, or of a named endpoint."""
+    return f"dropforge token {name}{state_words()}"
 
 
 def endpoint_json(record: Record) -> dict[str, Any] | None:
     """Return a run's endpoint as JSON for programs, with what a client of the OpenAI API takes."""
     if record.endpoint is None:
         return None
-    calling = {"base_url": record.endpoint.base_url, "token_command": f"dropforge token {record.run}"}
+    calling = {"base_url": record.endpoint.base_url, "token_command": token_command(record.run)}
     return {**record.endpoint.model_dump(mode="json"), **calling}
 
 
@@ -49,7 +56,9 @@ def named_lines(record: EndpointRecord, run: str) -> list[str]:
     number = record.stable if record.stable in _revisions(record, run) else _revisions(record, run)[-1]
     lines = [f"endpoint {record.name} {record.base_url}".rstrip(), f"  revision {number} {_role(record, number)}"]
     if number == record.stable:
-        lines.append(f"  call it with `dropforge chat {record.name}` or `dropforge snippet {record.name}`")
+        own = next((f"/{each.name}" for each in record.adapters if each.run == run), "")
+        called = f"{record.name}{own}{state_words()}"
+        lines += [f"  ask it: `dropforge chat {called}`", f"  in a program: `dropforge snippet {called}`"]
     return lines
 
 
@@ -61,12 +70,17 @@ def named_json(record: EndpointRecord, run: str) -> dict[str, Any]:
         "base_url": record.base_url,
         "revisions": numbers,
         "serves": record.stable in numbers,
-        "token_command": f"dropforge token {record.name}",
+        "token_command": token_command(record.name),
     }
 
 
 def _revisions(record: EndpointRecord, run: str) -> list[int]:
-    return [revision.number for revision in record.revisions if revision.run == run]
+    """The numbers of the revisions with the model of a run, also those of a shared endpoint that have its adapter."""
+    return [
+        revision.number
+        for revision in record.revisions
+        if any(each.run == run for each in revision.adapters) or (not revision.adapters and revision.run == run)
+    ]
 
 
 def _role(record: EndpointRecord, number: int) -> str:
@@ -135,15 +149,3 @@ _TOKENS: dict[str, Callable[[Deployment, JobSpec], str]] = {
     "api_key": _api_key,
     "none": _nothing,
 }
-
-
-def refusal_hint(spec: JobSpec, status: int) -> str:
-    """Return how to mend an endpoint's refusal with an HTTP status; "" for a status that says nothing of the caller."""
-    if status not in (401, 403) or spec.serve is None:
-        return ""
-    return {
-        "identity_token": "your account needs roles/run.invoker on the service: "
-        f"{PAGE}#the-token; a token lasts an hour, so start again after that",
-        "api_key": f"the key of the deployment has changed since the endpoint started: {PAGE}#the-token",
-        "none": f"{PAGE}#the-token",
-    }[spec.serve.credential]

@@ -111,7 +111,8 @@ def watch(deployment: Deployment, run: str, out: Console) -> bool:
     except KeyboardInterrupt:
         out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
-    show_result(record, named_of(deployment.context.endpoints, run), utc_now(), out)
+    named = named_of(deployment.context.endpoints, run)
+    show_result(record, named, utc_now(), out, is_local=deployment.stack is not None)
     return record.state is RunState.SUCCEEDED
 
 
@@ -149,6 +150,7 @@ class LineDisplay:
     def __init__(self, out: Console) -> None:
         self._out = out
         self._entered = 0
+        self._seconds = 0.0
         self._tenth = -1
         self._wait = ""
 
@@ -158,11 +160,16 @@ class LineDisplay:
         self._entered = len(record.history)
         lines += [(event.time, text) for event in snapshot.events if (text := self._text(event))]
         for when, text in sorted(lines, key=lambda line: line[0]):
-            self._out.print(f"{(when - record.created).total_seconds():7.1f} s  {text}")
+            self._print((when - record.created).total_seconds(), text)
         if (wait := describe_wait(record)) != self._wait:
             self._wait = wait
             if wait:
-                self._out.print(f"{(utc_now() - record.created).total_seconds():7.1f} s  {wait}")
+                self._print((utc_now() - record.created).total_seconds(), wait)
+
+    def _print(self, seconds: float, text: str) -> None:
+        """Print a line. The seconds never decrease: the series comes a moment after events of the same time."""
+        self._seconds = max(self._seconds, seconds)
+        self._out.print(f"{self._seconds:7.1f} s  {text}")
 
     def _text(self, event: JobEvent) -> str:
         """Return the line for an event, or "". Progress gets one line for each tenth of the training."""
@@ -225,7 +232,7 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
     parts: list[Text | Table] = [header, stages]
     if wait := describe_wait(record):
         parts.append(Text(wait))
-    if snapshot.progress is not None:
+    if snapshot.progress is not None and record.state is RunState.TRAINING:
         parts.append(bar(snapshot.progress))
     return Group(*parts)
 

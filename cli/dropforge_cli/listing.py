@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
-
-from rich.cells import cell_len
-from rich.table import Table
 
 from dropforge.base.figures import age, number, usd
 from dropforge.run.summary import Summary
 
-from .display import table
-from .plain import plain
+from .display import Column
 from .problems import CliError
 
-GAP = 2  # blank columns between two columns
 FIELDS = ("created", "cost", "name")  # what runs are sorted by; any other word is a metric
 
 
@@ -69,15 +63,6 @@ def in_order(summaries: Iterable[Summary], by: str, now: datetime, *, backwards:
     return known + [run for run in runs if values[run.run] is None]
 
 
-class Column(NamedTuple):
-    """A column of the list. `rank` says which columns stay in a narrow terminal: the lowest."""
-
-    rank: int
-    title: str
-    cell: Callable[[Summary], str]
-    is_number: bool = False
-
-
 def columns(runs: Sequence[Summary], metric: str | None, now: datetime) -> list[Column]:
     """Return every column, in the order of the list. `metric` names the metric of every run; None: of its gate."""
     shown = {run.run: metric or _metric(run) for run in runs}
@@ -93,34 +78,22 @@ def columns(runs: Sequence[Summary], metric: str | None, now: datetime) -> list[
         Column(0, "run", lambda run: run.run),
         Column(6, "name", lambda run: run.name),
         Column(1, "state", _state),
-        Column(4, "target", lambda run: run.target or "-"),
+        Column(7, "target", lambda run: run.target or "-"),
+        Column(9, "labels", _labels),
         Column(8, "attempts", lambda run: str(run.attempt or "-"), is_number=True),
         Column(5, title, measured, is_number=True),
-        Column(7, "endpoint", lambda run: _endpoint(run, now)),
+        Column(4, "endpoint", lambda run: _endpoint(run, now)),
         Column(2, "cost", lambda run: usd(run.cost(now)), is_number=True),
         Column(3, "age", lambda run: age((now - run.created).total_seconds()), is_number=True),
     ]
 
 
-def fitting(runs: Sequence[Summary], available: Sequence[Column], width: int) -> Table:
-    """Return a table with one line for each run: of the columns, those that fit into `width`. A run id stays whole."""
-    cells = {column: [plain(column.cell(run)).replace("\n", " ") for run in runs] for column in available}
-    kept: set[Column] = set()
-    used = -GAP
-    for column in sorted(available):
-        needed = GAP + max(map(cell_len, [column.title, *cells[column]]))
-        if not kept or used + needed <= width:
-            kept.add(column)
-            used += needed
-    chosen = [column for column in available if column in kept]
-    rows = table(*(c.title for c in chosen), right=tuple(c.title for c in chosen if c.is_number))
-    for row in zip(*(cells[column] for column in chosen), strict=True):
-        rows.add_row(*row)
-    return rows
-
-
 def _state(run: Summary) -> str:
     return f"{run.state}, place {run.place}" if run.place is not None else run.state
+
+
+def _labels(run: Summary) -> str:
+    return " ".join(f"{key}={value}" for key, value in sorted(run.labels.items())) or "-"
 
 
 def _metric(run: Summary) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dropforge.spec.policy import VARIABLE
 
 from .console import console_link
 from .deployment import running, state_directory
+from .display import working
 from .options import SPEC_FILE, state_option
 from .plain import echo
 from .policy import read_policy
@@ -45,14 +47,15 @@ def up(
     is_running = running(directory) is not None
     if policy is not None:
         _keep_policy(directory, policy, is_running)
-    info = stack.up(
-        directory,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        functions_port=functions_port,
-        console_port=console_port,
-        foreground=foreground,
-    )
+    with nullcontext() if foreground else working("starting the local stack"):
+        info = stack.up(
+            directory,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            functions_port=functions_port,
+            console_port=console_port,
+            foreground=foreground,
+        )
     echo(f"the local stack {'runs already' if is_running else 'is ready'}, with its state in {directory}")
     echo(f"  REST APIs   {info.http}")
     echo(f"  gRPC APIs   {info.grpc}")
@@ -85,7 +88,8 @@ def down(delete: bool, state: str | None) -> None:
     from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
-    ended = stack.down(directory, delete=delete)
+    with working("ending the local stack"):
+        ended = stack.down(directory, delete=delete)
     for name in ended:
         echo(f"ended {name}")
     if not ended:

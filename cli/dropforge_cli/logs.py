@@ -14,19 +14,17 @@ from dropforge.base.log_lines import GCLOUD_FORMAT, entries, readable, readable_
 from dropforge.base.redact import redact
 from dropforge.run.record import Ledger
 from dropforge.run.store import RunStore
+from dropforge_console.cloud_logs import filter_of
 from dropforge_local.stack.logs import read_log
 
 from .deployment import Deployment, connect
-from .display import working
+from .display import awaited, working
 from .options import latest_argument, state_option
 from .plain import echo
 from .problems import CliError
 from .runs import find_run
 
 FOLLOW_SECONDS = 0.5
-_OWNERS_OF_PODS = frozenset({"apps.k8s.io/Deployment", "batch.k8s.io/Job"})
-# A TPU VM's node writes logs; its queued resource and its disk do not.
-_SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedResource"})
 
 
 @click.command()
@@ -55,40 +53,13 @@ def logs(run: str, follow: bool, tail: int | None, as_json: bool, state: str | N
 def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None, as_json: bool) -> list[str]:
     """Return the gcloud command that prints the logs of a run's resources. With `tail`, the newest entry is first."""
     project = f"--project={deployment.settings.project}"
-    filters = " OR ".join(text for entry in ledger.entries if (text := _log_filter(entry.kind, entry.name)))
+    filters = filter_of(ledger.entries)
     line = f"--format={'json' if as_json else GCLOUD_FORMAT}"
     if follow:
         return ["gcloud", "beta", "logging", "tail", filters, project, line]
     limit = [] if tail is None else [f"--limit={tail}"]
     order = "desc" if tail is not None else "asc"
     return ["gcloud", "logging", "read", filters, project, line, "--freshness=30d", f"--order={order}", *limit]
-
-
-def _log_filter(kind: str, name: str) -> str:
-    """Return the log filter for a resource's containers; "" for a resource without containers.
-
-    An unknown kind is filtered by its name in any field.
-
-    https://cloud.google.com/run/docs/logging, https://cloud.google.com/logging/docs/api/v2/resource-list
-    """
-    short = name.rsplit("/", 1)[1]
-    if kind in _SILENT:
-        return ""
-    if kind == "tpu.googleapis.com/Node":
-        zone = name.split("/")[3]
-        return f'(resource.type="tpu_worker" AND resource.labels.zone="{zone}" AND resource.labels.node_id="{short}")'
-    if kind in _OWNERS_OF_PODS:
-        _, _, _, location, _, cluster, _, _, namespace, *_ = name.split("/")
-        labels = {"location": location, "cluster_name": cluster, "namespace_name": namespace}
-        equal = " AND ".join(f'resource.labels.{label}="{value}"' for label, value in labels.items())
-        return f'(resource.type="k8s_container" AND {equal} AND resource.labels.pod_name=~"^{short}-")'
-    if "/clusters/" in name:
-        return ""
-    if kind == "run.googleapis.com/Job":
-        return f'(resource.type="cloud_run_job" AND resource.labels.job_name="{short}")'
-    if kind == "run.googleapis.com/Service":
-        return f'(resource.type="cloud_run_revision" AND resource.labels.service_name="{short}")'
-    return f'"{short}"'
 
 
 def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None, as_json: bool) -> None:
@@ -105,7 +76,7 @@ def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int 
             with working("reading the logs"):
                 newest_first = list(entries(lines))
             lines = (line for entry in reversed(newest_first) for line in entry)
-        for line in lines:
+        for line in awaited(lines, "reading the logs"):
             echo(redact(line) if as_json else readable_gcloud(line))
     if gcloud.returncode:
         raise CliError(f"gcloud exited with {gcloud.returncode}")

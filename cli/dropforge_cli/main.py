@@ -25,7 +25,7 @@ COMMANDS = {
     "demo": Lazy("demo", "Train and serve a small model on this machine, then end everything it started."),
     "up": Lazy("local", "Start the local stack: emulated Google APIs and the functions, on this machine only."),
     "down": Lazy("local", "Stop the local stack and every container that it started, even after the stack was killed."),
-    "init": Lazy("init", "Write a valid job spec to FILE (my-job.json): asks for what the options do not say."),
+    "init": Lazy("init", "Write a valid job spec to FILE (my-job.json); asks for each value that no option gives."),
     "validate": Lazy("specs", "Check job specs without dropping them."),
     "plan": Lazy("plan", "Show the resources, the memory and the maximum cost of a job spec."),
     "preflight": Lazy(
@@ -38,12 +38,12 @@ COMMANDS = {
     ),
     "put": Lazy("sources", "Copy a file or a directory to a bucket, so that a spec can name it; prints its URI."),
     "submit": Lazy("specs", "Drop a job spec into the specs bucket; prints the run's id."),
-    "runs": Lazy("runs", "List runs, newest first, as many columns as the terminal has room for."),
+    "runs": Lazy("runs", "List runs, newest first; a terminal shows the columns that fit."),
     "status": Lazy("runs", "Show a run: stages, attempts, cost, endpoint and resources."),
     "trace": Lazy("trace", "Show when each part of a run began and how long it took."),
     "logs": Lazy("logs", "Print the logs of a run's training and of its endpoint."),
     "cancel": Lazy("runs", "Request the end of a run, or of the endpoint of a finished run."),
-    "cost": Lazy("cost", "Add up what runs and endpoints have cost so far, beside their maximum."),
+    "cost": Lazy("cost", "Add up the cost of runs and endpoints so far, and show their maximum cost."),
     "audit": Lazy(
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
     ),
@@ -51,22 +51,23 @@ COMMANDS = {
         "index", "Rebuild the summaries of the runs, from which `runs`, `cost` and the console make their lists."
     ),
     "chat": Lazy("chat", "Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."),
-    "token": Lazy("token", "Print the token of an endpoint, alone, for scripts: the API key of an OpenAI client."),
+    "token": Lazy("token", "Print only the token of an endpoint, for scripts; OpenAI clients take it as API key."),
     "snippet": Lazy("snippet", "Print a program that asks an endpoint, with a held-out question if there is one."),
-    "endpoints": Lazy("named", "List named endpoints: URL, model, cost and expiry."),
+    "endpoints": Lazy("named", "List named endpoints: URL, model, requests and latency of an hour, cost and expiry."),
     "serve": Lazy("named", "Put the model of a finished run behind a named endpoint, without training."),
-    "rollback": Lazy(
-        "named", "Let the model that served before serve again; what serves now is kept for another rollback."
-    ),
+    "rollback": Lazy("named", "Let the previous model serve again; the present model is kept for another rollback."),
     "extend": Lazy(
         "named", "Let a named endpoint live for TTL from now, such as 36h or 7d; `never` removes its expiry."
+    ),
+    "budget": Lazy(
+        "named", "Set what a named endpoint may cost, such as 50/month or 5/day; `none` removes the budget."
     ),
     "retire": Lazy("named", "End a named endpoint and delete it; its name cannot be used again."),
     "console": Lazy(
         "console", "Serve the web page of the runs on this machine, until Ctrl-C; prints a link that opens it once."
     ),
     "open": Lazy(
-        "console", "Print a link to the console, and open it on a desktop; of the local stack, the link opens once."
+        "console", "Print a link to the console, and open it on a desktop; a link to a local stack opens once."
     ),
     "workflows": Lazy("workflows", "Check and run workflow sources."),
     "chaos": Lazy(

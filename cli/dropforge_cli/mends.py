@@ -7,16 +7,16 @@ import shlex
 from dropforge.base.errors import SpecProblem
 from dropforge.base.settings import Settings
 from dropforge.spec import JobSpec
+from dropforge.stages.preflight import RIGHTS, TARGETS
 
 from .deployment import Deployment
 from .sources import SOURCES, missing
 
-RIGHTS = "docs/security.md#who-may-do-what"
 POLICY = "docs/policy.md#what-a-submitter-sees"
 SPECS = "docs/cli.md#specs"
 # By the first part of a problem's pointer.
 PAGES = {
-    "target": "docs/targets.md",
+    "target": TARGETS,
     "serve": "docs/serving.md",
     "limits": "docs/limits.md#what-admission-refuses",
     "model": "docs/training.md#does-it-fit",

@@ -1,4 +1,4 @@
-"""`dropforge endpoints`, `serve`, `rollback`, `extend` and `retire`: named endpoints, which outlive runs.
+"""`dropforge endpoints`, `serve`, `rollback`, `extend`, `budget` and `retire`: named endpoints, which outlive runs.
 
 Each change is a message on the operations topic. The command checks what it can before it publishes, and then follows
 the endpoint's record.
@@ -10,6 +10,7 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,16 +21,21 @@ from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
+from dropforge.spec import parts
 from dropforge.spec.parts import DURATION, Canary
+from dropforge.stages.rollout.requests import money_problem
+from dropforge.traffic import Traffic, traffic
 
 from .deployment import Deployment, connect
-from .display import stdout, table, working
-from .options import json_option, run_argument, state_option
+from .display import Column, fitting, stderr, stdout, working
+from .endpoints import token_command
+from .options import json_option, run_argument, state_option, state_words
 from .plain import echo, echo_json
 from .problems import CliError
 from .runs import PUBLISH_TIMEOUT_SECONDS, find_run
 
 PAGE = "docs/endpoints.md"
+URL = "base URL"
 PATIENCE_SECONDS = 120.0  # for a message to become a rollout
 name_argument = click.argument("name", metavar="NAME")
 
@@ -39,29 +45,45 @@ name_argument = click.argument("name", metavar="NAME")
 @json_option
 @state_option
 def endpoints(everything: bool, as_json: bool, state: str | None) -> None:
-    """List named endpoints: URL, model, cost and expiry."""
-    store, now = connect(state).context.endpoints, utc_now()
-    records = [store.record(name) for name in store.names()]
-    shown = [record for record in records if everything or record.state is not EndpointState.RETIRED]
+    """List named endpoints: URL, model, requests and latency of an hour, cost and expiry."""
+    context = connect(state).context
+    with working("reading the endpoints, and the requests of the last hour"):
+        records = [context.endpoints.record(name) for name in context.endpoints.names()]
+        shown = [record for record in records if everything or record.state is not EndpointState.RETIRED]
+        asked = traffic(context, shown)
     if as_json:
-        echo_json([as_data(record) for record in shown])
+        echo_json([{**as_data(record), **_traffic_data(record, asked)} for record in shown])
         return
+    out = stdout()
     if not shown:
-        stdout().print(f"no endpoints yet; set serve.endpoint in a spec, or `dropforge serve RUN --as NAME` ({PAGE})")
+        out.print(f"no endpoints yet; set serve.endpoint in a spec, or `dropforge serve RUN --as NAME` ({PAGE})")
         return
-    rows = table("endpoint", "state", "run", "revision", "at most", "expires", "base URL", right=("at most",))
-    for record in shown:
-        serving, cost = record.serving, record.cost(now)
-        rows.add_row(
-            record.name,
-            _state(record),
-            serving.run if serving else "-",
-            str(record.stable or "-"),
-            "unknown" if cost is None else f"${cost:,.2f}",
-            f"{record.expires:%Y-%m-%d %H:%M}" if record.expires else "never",
-            record.base_url or "-",
-        )
-    stdout().print(rows)
+    rows, columns = fitting(shown, _columns(shown, asked), out.width)
+    out.print(rows)
+    if all(column.title != URL for column in columns):
+        out.print()
+        for record in shown:
+            out.print(f"{record.name}  {record.base_url or '-'}", soft_wrap=True)
+    for name, problem in asked.problems.items():
+        stderr().print(f"the requests of {name} are not counted: {problem}")
+
+
+def _columns(records: Sequence[EndpointRecord], asked: Traffic) -> list[Column]:
+    """Return every column, in the order of the list."""
+    now = utc_now()
+    budget = Column(4, "budget", _budget, is_number=True)
+    return [
+        Column(0, "endpoint", lambda record: record.name),
+        Column(1, "state", _state),
+        Column(6, "run or models", _models),
+        Column(8, "revision", lambda record: str(record.stable or "-"), is_number=True),
+        Column(3, "requests/h", lambda record: _requests(record, asked), is_number=True),
+        Column(3, "p95", lambda record: _latency(record, asked), is_number=True),
+        Column(2, "at most", lambda record: _usd(record.cost(now)), is_number=True),
+        *([budget] if any(record.budget for record in records) else []),
+        Column(5, "expires", lambda record: f"{record.expires:%Y-%m-%d %H:%M}" if record.expires else "never"),
+        Column(7, URL, lambda record: record.base_url or "-"),
+    ]
 
 
 @click.command()
@@ -84,20 +106,20 @@ def serve(run: str, name: str, canary: str | None, state: str | None) -> None:
     if not names.is_endpoint_name(name):
         raise CliError(f"{name!r} is not the name of an endpoint", f"{PAGE}#names says which names are allowed")
     wanted = {} if canary is None else {"canary": canary_fields(canary)}
-    _change(deployment, name, serve={"run": record.run, "endpoint": name, **wanted})
+    change(deployment, name, serve={"run": record.run, "endpoint": name, **wanted})
 
 
 @click.command()
 @name_argument
 @state_option
 def rollback(name: str, state: str | None) -> None:
-    """Let the model that served before serve again; what serves now is kept for another rollback."""
+    """Let the previous model serve again; the present model is kept for another rollback."""
     deployment = connect(state)
     record = find_endpoint(deployment, name)
     if not record.previous and record.current is None:
         hint = f"`dropforge serve RUN --as {name}` serves the model of any run"
         raise CliError(f"endpoint {name} has no model before the present one", hint)
-    _change(deployment, name, rollback=name)
+    change(deployment, name, rollback=name)
 
 
 @click.command()
@@ -109,9 +131,8 @@ def extend(name: str, ttl: str, state: str | None) -> None:
     deployment = connect(state)
     find_endpoint(deployment, name)
     if ttl != "never" and not re.fullmatch(DURATION, ttl):
-        raise CliError(f"TTL is {ttl!r}; expected how long, such as 36h or 7d, or never")
+        raise CliError(f"TTL is {ttl!r}; expected a length of time such as 36h or 7d, or never")
     before = utc_now()
-    publish(deployment, extend={"endpoint": name, "ttl": None if ttl == "never" else ttl})
 
     def is_extended() -> EndpointRecord | None:
         record = deployment.context.endpoints.record(name)
@@ -119,18 +140,71 @@ def extend(name: str, ttl: str, state: str | None) -> None:
         return record if is_done else None
 
     with working("waiting for the change"):
+        publish(deployment, extend={"endpoint": name, "ttl": None if ttl == "never" else ttl})
         record = _until(deployment, is_extended, f"endpoint {name} was not extended")
     echo(f"endpoint {name} expires {record.expires:%Y-%m-%d %H:%M} UTC" if record.expires else f"{name} never expires")
 
 
 @click.command()
 @name_argument
+@click.argument("amount", metavar="BUDGET")
 @state_option
-def retire(name: str, state: str | None) -> None:
-    """End a named endpoint and delete it; its name cannot be used again."""
+def budget(name: str, amount: str, state: str | None) -> None:
+    """Set what a named endpoint may cost, such as 50/month or 5/day; `none` removes the budget.
+
+    It counts US dollars, as if all instances ran all the time. People are warned at 80 %. At 100 %, the next sweep
+    suspends the endpoint until the next day or month (UTC), or until its budget is higher.
+    """
     deployment = connect(state)
     find_endpoint(deployment, name)
-    _change(deployment, name, retire=name)
+    wanted = budget_of(amount)
+    before = utc_now()
+
+    def is_set() -> EndpointRecord | None:
+        record = deployment.context.endpoints.record(name)
+        found = record.budget
+        return record if (found is None if wanted is None else found is not None and found.asked > before) else None
+
+    with working("waiting for the change"):
+        rollout = publish(deployment, budget={"endpoint": name, **(wanted.model_dump() if wanted else {"usd": None})})
+        record = _until(deployment, is_set, f"the budget of endpoint {name} was not changed")
+    echo(f"endpoint {name} has no budget" if wanted is None else f"endpoint {name} has spent {_budget(record)}")
+    if record.find(rollout) is not None:
+        _follow(deployment, name, rollout)  # it resumes
+    elif record.suspended:
+        echo(money_problem(record, utc_now()))
+
+
+def budget_of(text: str) -> parts.Budget | None:
+    """Return the budget in a text like `50/month`; None for "none". Raises CliError."""
+    if text == "none":
+        return None
+    usd, _, per = text.partition("/")
+    try:
+        return parts.Budget.model_validate({"usd": _number(usd), "per": per})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        expected = "US dollars and a period, such as 50/month or 5/day, or none"
+        raise CliError(
+            f"BUDGET is {text!r}: {where}: {problem['msg']}; expected {expected}", f"{PAGE}#budget"
+        ) from None
+
+
+@click.command()
+@name_argument
+@click.option("--model", metavar="MODEL", help="Only this model of a shared endpoint; the last one ends the endpoint.")
+@state_option
+def retire(name: str, model: str | None, state: str | None) -> None:
+    """End a named endpoint and delete it; its name cannot be used again."""
+    deployment = connect(state)
+    record = find_endpoint(deployment, name)
+    if model is None:
+        change(deployment, name, retire=name)
+        return
+    if model not in (known := [adapter.name for adapter in record.adapters]):
+        raise CliError(f"endpoint {name} serves no model {model!r} of a run; it serves: {', '.join(known) or 'none'}")
+    change(deployment, name, retire={"endpoint": name, "model": model})
 
 
 def canary_fields(text: str) -> dict[str, Any] | None:
@@ -173,8 +247,19 @@ def find_endpoint(deployment: Deployment, name: str) -> EndpointRecord:
 
 def as_data(record: EndpointRecord) -> dict[str, Any]:
     """Return a record as JSON for programs, with computed fields."""
-    computed = {"state": record.state, "base_url": record.base_url, "at_most_usd": record.cost(utc_now())}
-    return {**record.model_dump(mode="json"), **computed, "token_command": f"dropforge token {record.name}"}
+    now = utc_now()
+    money = {"at_most_usd": record.cost(now), "budget_spent_usd": record.spent(now)}
+    computed: dict[str, Any] = {"state": record.state, "base_url": record.base_url, **money}
+    if record.base is not None:
+        computed["at_most_usd_by_model"] = record.cost_by_model(now)
+    return {**record.model_dump(mode="json"), **computed, "token_command": token_command(record.name)}
+
+
+def _traffic_data(record: EndpointRecord, asked: Traffic) -> dict[str, Any]:
+    """The requests of the last hour by revision of the cloud; null where nobody counts them."""
+    counted = asked.counted.get(record.name)
+    data = None if counted is None else {name: each.model_dump(mode="json") for name, each in counted.items()}
+    return {"last_hour": data, "last_hour_problem": asked.problems.get(record.name, "")}
 
 
 def publish(deployment: Deployment, **change: Any) -> str:
@@ -190,20 +275,27 @@ def publish(deployment: Deployment, **change: Any) -> str:
     return names.rollout_id(topic, key)
 
 
-def _change(deployment: Deployment, name: str, **change: Any) -> None:
+def change(deployment: Deployment, name: str, **wanted: Any) -> None:
     """Publish a change and follow its rollout to the end. Raises CliError if it was refused or rolled back."""
-    rollout = publish(deployment, **change)
 
-    def found() -> Rollout | None:
+    def is_known() -> bool:
         record = deployment.context.endpoints.find(name)
-        return record.find(rollout) if record else None
+        return record is not None and record.find(rollout) is not None
+
+    with working("waiting for the rollout"):
+        rollout = publish(deployment, **wanted)
+        _until(deployment, is_known, f"the change of endpoint {name} was refused")
+    _follow(deployment, name, rollout)
+
+
+def _follow(deployment: Deployment, name: str, rollout: str) -> None:
+    """Wait until a rollout has ended, and print how. Raises CliError if it was rolled back."""
 
     def ended() -> Rollout | None:
-        each = found()
+        each = deployment.context.endpoints.record(name).find(rollout)
         return each if each and each.state.is_terminal else None
 
     with working("waiting for the rollout"):
-        _until(deployment, found, f"the change of endpoint {name} was refused")
         done = _until(deployment, ended, "", patience=float("inf"))
     record = deployment.context.endpoints.record(name)
     if done.state is RolloutState.ROLLED_BACK:
@@ -213,8 +305,15 @@ def _change(deployment: Deployment, name: str, **change: Any) -> None:
     if done.state is RolloutState.RETIRED:
         echo(f"endpoint {name} is retired; nothing of it is left")
         return
+    if record.base is not None:
+        models = ", ".join(adapter.name for adapter in record.adapters)
+        echo(f"{record.base_url} answers with revision {record.stable}, as models {models}")
+        echo(f"call one with `dropforge chat {name}/MODEL{state_words()}`; its token: `{token_command(name)}`")
+        return
     echo(f"{record.base_url} answers with revision {record.stable}, as model {name}")
-    echo(f"call it with `dropforge chat {name}` or `dropforge snippet {name}`; its token: `dropforge token {name}`")
+    called = f"{name}{state_words()}"
+    echo(f"ask it: `dropforge chat {called}`; in a program: `dropforge snippet {called}`")
+    echo(f"its token: `{token_command(name)}`")
 
 
 def _until(deployment: Deployment, look: Any, failure: str, patience: float = PATIENCE_SECONDS) -> Any:
@@ -227,7 +326,40 @@ def _until(deployment: Deployment, look: Any, failure: str, patience: float = PA
     return seen
 
 
+def _budget(record: EndpointRecord) -> str:
+    """What is spent of the budget of an endpoint."""
+    spent = record.spent(utc_now())
+    if record.budget is None:
+        return "none"
+    return f"${spent or 0.0:,.2f} of ${record.budget.usd:g}/{record.budget.per}"
+
+
+def _usd(cost: float | None) -> str:
+    return "unknown" if cost is None else f"${cost:,.2f}"
+
+
+def _models(record: EndpointRecord) -> str:
+    names = ", ".join(adapter.name for adapter in record.adapters)
+    return names or (record.serving.run if record.serving else "-")
+
+
+def _requests(record: EndpointRecord, asked: Traffic) -> str:
+    """The requests to all revisions in the last hour."""
+    counted = asked.counted.get(record.name)
+    return "-" if counted is None else f"{sum(each.requests for each in counted.values()):,}"
+
+
+def _latency(record: EndpointRecord, asked: Traffic) -> str:
+    """The 95th percentile of the latencies of the revision that serves, in the last hour."""
+    counted = asked.of(record, record.serving.revision) if record.serving and record.serving.revision else None
+    return "-" if counted is None or counted.latency_ms is None else f"{counted.latency_ms:,.0f} ms"
+
+
 def _state(record: EndpointRecord) -> str:
     """The state of an endpoint, and the rollout that is under way."""
     current = record.current
-    return str(record.state) if current is None else f"{record.state}, {current.kind} {current.state}"
+    if current is None:
+        return str(record.state)
+    if current.state is RolloutState.WATCHING and current.canary is not None:
+        return f"{record.state}, canary {current.canary.percent} %"
+    return f"{record.state}, {current.kind} {current.state}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,7 +24,9 @@ class Since(click.ParamType[datetime]):
         try:
             time = datetime.fromisoformat(value)
         except ValueError:
-            self.fail(f"{value!r}; expected how long ago, such as 36h or 7d, or a date such as 2026-11-20", param, ctx)
+            self.fail(
+                f"{value!r}; expected a length of time such as 36h or 7d, or a date such as 2026-11-20", param, ctx
+            )
         return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
@@ -49,6 +52,13 @@ def complete_run(context: click.Context, argument: click.Parameter, incomplete: 
     return [run for run in of_stack(stack).store.runs() if run.startswith(incomplete)]
 
 
+def state_words() -> str:
+    """Return ` --state DIR` as this command got it, for a command that it advises; "" without the option."""
+    context = click.get_current_context(silent=True)
+    state = context.params.get("state") if context else None
+    return f" --state {shlex.quote(state)}" if state else ""
+
+
 run_argument = click.argument("run", shell_complete=complete_run)
 latest_argument = click.argument("run", default="latest", metavar="[RUN]", shell_complete=complete_run)
 state_option = click.option(
@@ -60,5 +70,5 @@ model_config_option = click.option(
     "--model-config",
     type=click.Path(exists=True, path_type=Path),
     metavar="PATH",
-    help="The model's config.json, or its directory; default: that of model.source, if it can be had.",
+    help="The model's config.json, or its directory; default: that of model.source, if it can be read.",
 )

@@ -46,7 +46,7 @@ def plan(spec: Path, as_json: bool, model_config: Path | None, state: str | None
     out = stdout()
     show(planned, out)
     note = (
-        f"the names are those of {deployment.where}"
+        f"the names come from {deployment.where}"
         if deployment
         else "no deployment is configured: YOUR-… replaces its names"
     )
@@ -68,17 +68,15 @@ def show(plan: Plan, out: Console) -> None:
     out.print(titled(spec.name, f"run {plan.run}"))
     out.print(f"{spec.model.source} on {spec.dataset.source}, {spec.training.method}, {spec.training.adapter.type}\n")
     out.print(titled("training", f"{_machine(spec.target)}; at most {spec.limits.max_attempts} attempts"))
-    rows = table("#", "region", "resource", "timeout", "$ per hour", "worst case", right=("$ per hour", "worst case"))
+    rows = table("#", "region", "timeout", "$ per hour", "worst case", right=("$ per hour", "worst case"))
     for number, placement in enumerate(plan.placements, start=1):
-        price = usd(placement.price.usd_per_hour)
-        limit = duration(placement.timeout_seconds)
-        first, *rest = placement.resources
-        rows.add_row(str(number), placement.region, first.name, limit, price, usd(placement.worst_case_usd))
-        for resource in rest:  # the price is the sum over all resources
-            rows.add_row("", "", resource.name, "", "", "")
+        price, limit = usd(placement.price.usd_per_hour), duration(placement.timeout_seconds)
+        rows.add_row(str(number), placement.region, limit, price, usd(placement.worst_case_usd))
     out.print(rows)
+    for number, placement in enumerate(plan.placements, start=1):
+        _show_names(f"{number}  creates", placement.resources, out)
     for image in _images(plan.placements[0].resources):
-        out.print(f"image {image}")
+        out.print(f"image {image}", soft_wrap=True)
     _show_budget(plan, out)
     if plan.endpoint is not None:
         _show_endpoint(plan.endpoint, spec, out)
@@ -92,6 +90,12 @@ def show(plan: Plan, out: Console) -> None:
     out.print(f"control plane, not included: {control}; prices of {AS_OF}, without free tiers")
     for warning in plan.warnings:
         out.print(f"warning: {warning}", style="yellow")
+
+
+def _show_names(title: str, resources: list[Resource], out: Console) -> None:
+    """Print each name whole, in a line of its own, so that it can be copied."""
+    for resource in resources:
+        out.print(f"{title} {resource.name}", soft_wrap=True)
 
 
 def show_phases(plan: Plan, out: Console) -> None:
@@ -148,16 +152,14 @@ def _show_budget(plan: Plan, out: Console) -> None:
 def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
     out.print()
     out.print(titled("endpoint", f"{_machine(spec.serve)}; for {duration(endpoint.lifetime_seconds)} at most"))
-    rows = table("region", "resource", "instances", "$ per hour", "worst case", right=("$ per hour", "worst case"))
+    rows = table("region", "instances", "$ per hour", "worst case", right=("$ per hour", "worst case"))
     instances = f"{endpoint.min_instances} to {endpoint.max_instances}"
     price, worst = usd(endpoint.price.usd_per_hour), usd(endpoint.worst_case_usd)
-    first, *rest = endpoint.resources
-    rows.add_row(endpoint.region, first.name, instances, price, worst)
-    for resource in rest:
-        rows.add_row("", resource.name, "", "", "")
+    rows.add_row(endpoint.region, instances, price, worst)  # of all resources together
     out.print(rows)
+    _show_names("creates", endpoint.resources, out)
     for image in _images(endpoint.resources):
-        out.print(f"image {image}")
+        out.print(f"image {image}", soft_wrap=True)
     idle = "costs nothing while scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
     out.print(f"the price is per running instance; the endpoint {idle}")
     if spec.serve is not None and spec.serve.is_private:

@@ -11,15 +11,15 @@ import click
 import yaml
 from pydantic import ValidationError
 
-from dropforge.base.errors import InvalidSpec
+from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.redact import cut
 from dropforge.spec import parse_spec
 from dropforge.spec.policy import MAX_POLICY_BYTES, Policy, place_of, policy_of
 from dropforge.stages.ceiling import policy_problems, with_defaults
 
 from .deployment import Deployment, find
-from .options import SPEC_FILE, state_option
-from .plain import echo
+from .options import SPEC_FILE, json_option, state_option
+from .plain import echo, echo_json
 from .problems import FAILED, CliError
 
 _SHOWN = 80
@@ -36,24 +36,42 @@ def policy() -> None:
 
 @policy.command()
 @click.argument("specs", nargs=-1, type=SPEC_FILE, metavar="[SPEC...]")
+@json_option
 @file_option
 @state_option
-def check(specs: tuple[Path, ...], path: Path | None, state: str | None) -> None:
+def check(specs: tuple[Path, ...], as_json: bool, path: Path | None, state: str | None) -> None:
     """Check a policy, and which specs it refuses by which rule; exit 1 if the policy or a spec is refused."""
     policy, where = _policy(path, state)
-    echo(f"{where}: ok")
-    refused = [spec for spec in specs if not _check(spec, policy)]
-    if refused:
+    found = {spec: _problems(spec, policy) for spec in specs}
+    if as_json:
+        told = [refusal(spec, problems) for spec, problems in found.items()]
+        echo_json({"policy": where, "specs": told})
+    else:
+        echo(f"{where}: ok")
+        for spec, problems in found.items():
+            for line in [str(problem) for problem in problems] or ["allowed"]:
+                echo(f"{spec}: {line}")
+    if any(found.values()):
         raise SystemExit(FAILED)
 
 
 @policy.command()
+@json_option
 @file_option
 @state_option
-def show(path: Path | None, state: str | None) -> None:
-    """Print a policy with its default values, as YAML."""
+def show(as_json: bool, path: Path | None, state: str | None) -> None:
+    """Print a policy with its default values, as YAML or JSON."""
     policy, _ = _policy(path, state)
-    echo(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False), nl=False)
+    document = policy.model_dump(mode="json")
+    if as_json:
+        echo_json(document)
+    else:
+        echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+
+
+def refusal(path: Path, problems: list[SpecProblem]) -> dict[str, Any]:
+    """Return what is wrong with a spec, as JSON for programs; it is `ok` without a problem."""
+    return {"spec": str(path), "ok": not problems, "problems": [problem._asdict() for problem in problems]}
 
 
 def policy_in_use(deployment: Deployment | None) -> Policy:
@@ -67,7 +85,7 @@ def read_policy(path: Path) -> str:
     try:
         text = json.dumps(document, allow_nan=False, default=str)
     except (RecursionError, TypeError, ValueError) as error:  # an alias of itself, a key that is no text, .nan
-        raise CliError(f"{path} has what JSON cannot express: {error}") from error
+        raise CliError(f"{path} has a value that JSON cannot express: {error}") from error
     if len(text) > MAX_POLICY_BYTES:
         message = f"{path} is {len(text)} bytes of JSON; a function's setting holds {MAX_POLICY_BYTES}"
         raise CliError(message, "use patterns in place of long lists")
@@ -94,17 +112,12 @@ def _policy(path: Path | None, state: str | None) -> tuple[Policy, str]:
     return policy_in_use(deployment), f"the policy of {deployment.where}"
 
 
-def _check(path: Path, policy: Policy) -> bool:
-    """Print what the policy says about a spec; return whether it allows the spec."""
+def _problems(path: Path, policy: Policy) -> list[SpecProblem]:
+    """Return what a policy refuses in a spec, or why the spec is none."""
     try:
-        problems = policy_problems(with_defaults(parse_spec(path.read_bytes()), policy), policy)
+        return policy_problems(with_defaults(parse_spec(path.read_bytes()), policy), policy)
     except InvalidSpec as error:
-        problems = error.problems
-    for problem in problems:
-        echo(f"{path}: {problem}")
-    if not problems:
-        echo(f"{path}: allowed")
-    return not problems
+        return error.problems
 
 
 def _parse(path: Path) -> tuple[Any, yaml.Node | None]:

@@ -6,43 +6,42 @@ Each answer is a Finding: ok, failed, warning, or not asked. "Not asked" never c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 import click
 
 from dropforge.base.errors import InvalidSpec
-from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
-from dropforge.cloud.classify import client_errors
+from dropforge.cloud import google_apis
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
-from dropforge.money import short_endpoint
-from dropforge.platforms import get_target, platform_of
+from dropforge.cloud.google_apis import Refused
+from dropforge.platforms import platform_of
 from dropforge.spec import JobSpec
-from dropforge.spec.demand import Demand, Quota
 from dropforge.stages.admission import check as check_admission
+from dropforge.stages.answers import Finding
+from dropforge.stages.preflight import LIMITS, NO, NOT_ASKED, OK, RIGHTS, WARNING, about, accepted, asked
 
-from . import accounts, google_apis, mends, quotas
+from . import accounts, mends
 from .columns import column_problems
 from .deployment import Deployment, connect
-from .display import stdout, table
-from .google_apis import NotAsked, Refused
+from .display import stdout, table, working
 from .options import SPEC_FILE, json_option, state_option
 from .plain import echo_json
 from .policy import policy_in_use
 from .problems import FAILED
 from .specs import read_spec
 
-OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
 STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
-LIMITS, ENDPOINT_COST = "docs/cli.md#preflight", "docs/limits.md#the-cost-of-an-endpoint"
-# The APIs that every deployment uses. Platforms add more. terraform/apis.tf enables all of them.
+# The APIs that every deployment uses, and that by which pods and CI become a service account. Platforms add more.
+# terraform/apis.tf enables all of them.
 ALWAYS = (
-    "artifactregistry", "cloudfunctions", "eventarc", "pubsub", "run", "secretmanager", "storage",
-    "workflowexecutions", "workflows",
+    "artifactregistry", "cloudfunctions", "eventarc", "iamcredentials", "pubsub", "run", "secretmanager", "storage",
+    "sts", "workflowexecutions", "workflows",
 )  # fmt: skip
 # Permissions of the user who runs the command: to see the deployment, and to drop specs.
 ON_PROJECT = ("resourcemanager.projects.get", "serviceusage.services.get")
@@ -53,18 +52,6 @@ IMAGE = re.compile(
 )
 
 
-class Finding(NamedTuple):
-    """One answer. `mend` is the fix if the answer is not ok.
-
-    It is a command, a section of a page, or Google's page of quotas.
-    """
-
-    status: str
-    what: str
-    message: str
-    mend: str = ""
-
-
 @click.command()
 @click.argument("specs", nargs=-1, type=SPEC_FILE, metavar="[SPEC...]")
 @json_option
@@ -72,10 +59,11 @@ class Finding(NamedTuple):
 def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
     """Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."""
     deployment = connect(state)
-    jobs = {path.name: read_spec(path, policy_in_use(deployment)) for path in specs}
-    answers = list(findings(deployment, jobs))
+    jobs = {str(path): read_spec(path, policy_in_use(deployment)) for path in specs}
+    with working("asking the deployment"):
+        answers = list(findings(deployment, jobs))
     if as_json:
-        echo_json([answer._asdict() for answer in answers])
+        echo_json([asdict(answer) for answer in answers])
     else:
         _show(answers)
     if any(answer.status == NO for answer in answers):
@@ -83,57 +71,20 @@ def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None
 
 
 def findings(deployment: Deployment, specs: dict[str, JobSpec]) -> Iterator[Finding]:
-    """Yield the answers about a deployment and about each spec, by name."""
+    """Yield the answers about a deployment and about each spec, by its path."""
     settings, cloud = deployment.settings, deployment.context.cloud
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
-    yield from _asked("APIs", lambda: _services(settings.project, kinds))
-    yield from _asked("project", lambda: _project_permissions(settings.project))
-    yield from _asked("custom roles", lambda: _custom_roles(settings.project, list(specs.values())))
-    yield from _asked("accounts", lambda: _accounts(settings, list(specs.values())))
+    yield from asked("APIs", partial(_services, settings.project, kinds))
+    yield from asked("project", partial(_project_permissions, settings.project))
+    yield from asked("custom roles", partial(_custom_roles, settings.project, list(specs.values())))
+    yield from asked("accounts", partial(_accounts, settings, list(specs.values())))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
-        yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(cloud, bucket, needed))  # type: ignore[misc]
+        yield from asked(f"bucket {bucket}", partial(_bucket, cloud, bucket, needed))
     for name, image in [] if deployment.stack else sorted(_images(settings).items()):  # a stack builds its own
-        yield from _asked(f"image {name}", lambda name=name, image=image: _image(settings, name, image))  # type: ignore[misc]
+        yield from asked(f"image {name}", partial(_image, settings, name, image))
     for name, spec in specs.items():
-        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(deployment, name, spec))  # type: ignore[misc]
-        for wanted in demands(spec):
-            if wanted.listed_by == "tpu":
-                what = f"{wanted.name} in {wanted.place}"
-                yield from _asked(what, lambda wanted=wanted: _tpu_type(cloud, wanted))  # type: ignore[misc]
-            elif wanted.listed_by == "compute":
-                yield from _asked(f"{wanted}", lambda wanted=wanted: _gpu_region(settings.project, wanted))  # type: ignore[misc]
-            yield from _asked(f"quota for {wanted}", lambda wanted=wanted: _quota(settings.project, wanted))  # type: ignore[misc]
-        yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(cloud, spec))  # type: ignore[misc]
-
-
-def demands(spec: JobSpec) -> list[Demand]:
-    """Return the accelerators that a spec may request, without duplicates."""
-    serving = spec.serve.demands(spec) if spec.serve else ()
-    return list({_key(demand): demand for demand in (*spec.target.demands(), *serving)}.values())
-
-
-def _key(demand: Demand) -> tuple[str, ...]:
-    """Return the key of a demand. The same quota at the same place counts demands with one key."""
-    quota = demand.quota.id if demand.quota else demand.unknown
-    return demand.name, str(demand.number), demand.place, quota, demand.listed_by
-
-
-def _region(place: str) -> str:
-    return place if place[-1].isdigit() else place.rpartition("-")[0]  # a zone's name ends with a letter
-
-
-def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the answers of `ask`. A refusal is an answer too, and a missing answer is never ok."""
-    try:
-        return list(ask())
-    except NotAsked as error:
-        return [Finding(NOT_ASKED, what, str(error), LIMITS)]
-    except Refused as error:
-        return [Finding(NO, what, f"Google answered {error.status}: {error}", mends.RIGHTS)]
-    except client_errors() as error:
-        if getattr(error, "code", None) == 501:
-            return [Finding(NOT_ASKED, what, "the local stack does not emulate it", LIMITS)]
-        return [Finding(NO, what, cut(str(error), 300), mends.RIGHTS)]
+        yield from asked(f"spec {name}", partial(_admission, deployment, name, spec))
+        yield from about(cloud, spec)
 
 
 def _services(project: str, kinds: set[str]) -> Iterator[Finding]:
@@ -174,7 +125,7 @@ def _custom_roles(project: str, specs: list[JobSpec]) -> Iterator[Finding]:
         if found := [name for name in permissions if levels.get(name) == level]:
             yield Finding(status, what, f"{level} in custom roles: {', '.join(found)}", mend)
     if unlisted := [name for name in permissions if name not in levels]:
-        yield Finding(NOT_ASKED, what, f"Google does not list {', '.join(unlisted)} for the project", mends.RIGHTS)
+        yield Finding(NOT_ASKED, what, f"Google does not list {', '.join(unlisted)} for the project", RIGHTS)
     if supported := [name for name in permissions if levels.get(name) == "SUPPORTED"]:
         yield Finding(OK, what, f"{len(supported)} permissions are SUPPORTED in custom roles")
 
@@ -242,85 +193,7 @@ def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Fin
     for problem in problems:
         yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
     if not problems:
-        yield Finding(OK, f"spec {name}", "the spec would be accepted; its secrets and sources exist")
-        if note := short_endpoint(spec):
-            yield Finding(
-                WARNING, f"spec {name}", f"{note}; raise limits.max_cost_usd, or shorten serve.ttl", ENDPOINT_COST
-            )
-
-
-def _gpu_region(project: str, wanted: Demand) -> Iterator[Finding]:
-    """https://cloud.google.com/compute/docs/reference/rest/v1/acceleratorTypes/aggregatedList"""
-    path = f"compute/v1/projects/{project}/aggregated/acceleratorTypes"
-    offered = google_apis.get("compute", path, filter=f"name={wanted.name}")
-    zones = {
-        place.rpartition("/")[2] for place, kinds in offered.get("items", {}).items() if kinds.get("acceleratorTypes")
-    }
-    if any(zone.startswith(f"{wanted.place}-") for zone in zones):
-        yield Finding(OK, f"{wanted}", "the region has such GPUs")
-    else:
-        mend = f"gcloud compute accelerator-types list --filter=name={wanted.name} --project={project}"
-        yield Finding(NO, f"{wanted}", f"{wanted.place} has no {wanted.name}", mend)
-
-
-def _quota(project: str, wanted: Demand) -> Iterator[Finding]:
-    """Compare a demand with its quota. The usage is known only of quotas that Compute Engine lists with a region."""
-    if wanted.quota is None:
-        raise NotAsked(wanted.unknown)
-    what, quota = f"quota for {wanted}", wanted.quota
-    mend = f"https://console.cloud.google.com/iam-admin/quotas?project={project}"
-    listed = _compute_quota(project, wanted.place, quota) if wanted.listed_by == "compute" else None
-    limit, usage = listed or (quotas.limit(project, quota), 0.0)
-    if limit is None:
-        yield Finding(WARNING, what, f"{quota.id} has no value there, which may mean 0", mend)
-        return
-    message = f"{quota.id} allows {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
-    is_free = limit - usage >= wanted.number
-    status = OK if is_free else WARNING if limit >= wanted.number else NO
-    yield Finding(status, what, message, "" if is_free else mend)
-
-
-def _compute_quota(project: str, region: str, quota: Quota) -> tuple[float, float] | None:
-    """Return (limit, usage), or None if it is not listed. https://cloud.google.com/compute/docs/reference/rest/v1/regions/get"""
-    listed = google_apis.get("compute", f"compute/v1/projects/{project}/regions/{region}").get("quotas", ())
-    metric = quota.id.removesuffix("-per-project-region").replace("-", "_")
-    return next(
-        ((float(entry["limit"]), float(entry.get("usage", 0))) for entry in listed if entry["metric"] == metric), None
-    )
-
-
-def _tpu_type(cloud: Cloud, wanted: Demand) -> Iterator[Finding]:
-    from google.api_core.exceptions import NotFound
-
-    project = cloud.settings.project
-    name = f"projects/{project}/locations/{wanted.place}/acceleratorTypes/{wanted.name}"
-    what = f"{wanted.name} in {wanted.place}"
-    try:
-        cloud.clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
-    except NotFound:
-        mend = f"gcloud compute tpus accelerator-types list --zone={wanted.place} --project={project}"
-        yield Finding(NO, what, "the zone has no such TPU VM", mend)
-    else:
-        yield Finding(OK, what, "the zone has such TPU VMs")
-
-
-def _locations(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
-    """Compare the places of the buckets with the places of training. A read across regions is slow and costs money."""
-    regions = {_region(place) for place in get_target(spec.target.type).regions(spec)}
-    uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # a synthetic data set has no source
-    sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
-    for name in dict.fromkeys([cloud.settings.runs_bucket, *sources]):
-        bucket = cloud.clients.storage().get_bucket(name, timeout=TIMEOUT_SECONDS)
-        place, what = str(bucket.location).lower(), f"bucket {name}"
-        far = sorted(region for region in regions if bucket.location_type == "region" and place != region)
-        if far:
-            message = (
-                f"the bucket is in {place}, and the run may train in {', '.join(far)}: reads across regions cost "
-                f"money; prefer placements in {place}"
-            )
-            yield Finding(WARNING, what, message, mends.PAGES["target"])
-        else:
-            yield Finding(OK, what, f"the bucket is in {place}")
+        yield from accepted(f"spec {name}", spec)
 
 
 def _show(answers: list[Finding]) -> None:

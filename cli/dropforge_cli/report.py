@@ -91,6 +91,8 @@ def show_parity(record: Record, out: Console) -> None:
     rows = table("", "nats", right=("nats",))
     if (merged := record.metrics.get("adapter_to_merged")) is not None:
         rows.add_row("adapter to merged", f"{merged:.2g}")
+    if (saved := record.metrics.get("adapter_to_saved")) is not None:
+        rows.add_row("adapter to saved, beside its base", f"{saved:.2g}")
     if (exported := record.metrics.get("trained_to_exported")) is not None:
         rows.add_row("trained to exported, mean loss", f"{exported:.2g}")
     if "saved_to_reloaded" in record.metrics:
@@ -132,7 +134,8 @@ def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
     ]
     if spec.serve is not None and record.endpoint is not None:
         began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
-        price, instances = get_server(spec.serve.type).price(spec), max(1, spec.serve.min_instances)
+        price = get_server(spec.serve.type).price(spec, record.attempts[-1].placement)
+        instances = max(1, spec.serve.min_instances)
         part = f"endpoint in {record.endpoint.region}" + (f", {instances} instances" if instances > 1 else "")
         used.append((part, _seconds(began, record.endpoint.ended), price.times(instances)))
     rows = table("", "seconds", "$ per hour", "cost", right=("seconds", "$ per hour", "cost"))

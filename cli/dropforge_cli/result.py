@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from rich.console import Console
@@ -14,12 +14,24 @@ from dropforge.run.record import Endpoint, Record
 from .display import joined
 from .endpoints import call_lines, named_lines
 
+PAGE = "docs/faq.md#the-model-learnt-nothing"
+EXPORT = (
+    "adapter_to_merged",
+    "adapter_to_saved",
+    "trained_to_exported",
+    "saved_to_reloaded",
+)  # metrics of the export, not of the training
 
-def show_result(record: Record, named: Iterable[EndpointRecord], now: datetime, out: Console) -> None:
+
+def show_result(
+    record: Record, named: Iterable[EndpointRecord], now: datetime, out: Console, *, is_local: bool
+) -> None:
     """Print why a run did not succeed, its metrics, its endpoints (`named`: the named ones), and its cost so far."""
     show_reason(record, out)
-    if parts := _metrics(record.metrics):
-        out.print(joined(parts, out.width))
+    for title, parts in _metrics(record.metrics).items():
+        out.print(joined(f"{title:9}", parts, out), soft_wrap=True)
+    if note := doubt(record.metrics):
+        out.print(f"note: {note}", style="yellow", soft_wrap=True)
     if record.endpoint is not None:
         out.print(f"endpoint {record.endpoint.base_url}", soft_wrap=True)
         out.print(f"  model {record.endpoint.model}, {_lifetime(record.endpoint, now)}")
@@ -31,7 +43,8 @@ def show_result(record: Record, named: Iterable[EndpointRecord], now: datetime, 
     if record.attempts:
         training, serving = record.training_cost(now), record.serving_cost(now)
         parts = [f"training {usd(training)}"] + ([] if serving == 0 else [f"endpoint at most {usd(serving)}"])
-        out.print(f"cost so far: {usd(record.cost(now))} ({', '.join(parts)})")
+        prices = "cost so far" if not is_local else "cost so far, if it were on the cloud"
+        out.print(f"{prices}: {usd(record.cost(now))} ({', '.join(parts)})")
 
 
 def show_reason(record: Record, out: Console) -> None:
@@ -46,14 +59,31 @@ def show_reason(record: Record, out: Console) -> None:
             out.print(f"hint: {record.error.hint}", soft_wrap=True)
 
 
-def _metrics(metrics: dict[str, float | None]) -> list[str]:
-    """Return each metric as text; a metric that was measured before and after the training is one text."""
-    parts = []
+def doubt(metrics: Mapping[str, float | None]) -> str:
+    """Return what speaks against the trained model although its run succeeded; "" if nothing does."""
+    exact, before = metrics.get("exact_match"), metrics.get("exact_match_before")
+    loss, loss_before = metrics.get("loss"), metrics.get("loss_before")
+    if loss is not None and loss_before is not None and loss >= loss_before:
+        found = "the loss on the held-out rows is not lower than before the training"
+    elif exact is not None and before is not None and max(exact, before) == 0:
+        found = "the model answers none of the held-out rows exactly, as before the training"
+    else:
+        return ""
+    return f"{found}: {PAGE} says what to change"
+
+
+def _metrics(metrics: Mapping[str, float | None]) -> dict[str, list[str]]:
+    """Return each metric as text, by what it is about. A metric from before and after the training is one text."""
+    groups: dict[str, list[str]] = {}
     for name, value in metrics.items():
+        if value is None or (name.endswith("_before") and name.removesuffix("_before") in metrics):
+            continue
         before = metrics.get(f"{name}_before")
-        if value is not None and not (name.endswith("_before") and name.removesuffix("_before") in metrics):
-            parts.append(f"{name} {f'{number(before)} → ' if before is not None else ''}{number(value)}")
-    return parts
+        title = "result" if before is not None else "export" if name in EXPORT else "training"
+        groups.setdefault(title, []).append(
+            f"{name} {f'{number(before)} → ' if before is not None else ''}{number(value)}"
+        )
+    return {title: groups[title] for title in ("result", "training", "export") if title in groups}
 
 
 def _lifetime(endpoint: Endpoint, now: datetime) -> str:

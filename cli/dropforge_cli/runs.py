@@ -23,10 +23,10 @@ from dropforge.run.summary import Summary
 from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
-from .display import counted, joined, stderr, stdout, table, titled, working
+from .display import counted, fitting, joined, stderr, stdout, table, titled, working
 from .endpoints import endpoint_json, named_json, named_of
 from .follow import Follower, Snapshot, bar, describe_wait, watch
-from .listing import FIELDS, Filter, columns, fitting, in_order
+from .listing import FIELDS, Filter, columns, in_order
 from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
@@ -65,7 +65,7 @@ def runs(
     as_json: bool,
     state: str | None,
 ) -> None:
-    """List runs, newest first, as many columns as the terminal has room for."""
+    """List runs, newest first; a terminal shows the columns that fit."""
     store, now, out = connect(state).store, utc_now(), stdout()
     wanted = Filter(states, name, since, target, labels, model)
     everything = all_runs(store)
@@ -75,9 +75,11 @@ def runs(
     if as_json:
         echo_json(_as_json(store, shown, now))
     elif shown:
-        out.print(fitting(shown, columns(shown, None if sort in FIELDS else sort, now), out.width))
+        out.print(fitting(shown, columns(shown, None if sort in FIELDS else sort, now), out.width)[0])
     elif everything:
-        out.print(f"none of the {len(everything)} runs is like that; without options, `dropforge runs` lists them all")
+        out.print(
+            f"none of the {len(everything)} runs matches the options; without options, `dropforge runs` lists them all"
+        )
     else:
         out.print("no runs yet; start a run with `dropforge submit SPEC`")
     if more := len(taken) - len(shown):
@@ -101,7 +103,8 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     if is_followed:
         watch(deployment, record.run, stderr() if as_json else stdout())
         record = store.record(record.run)
-    named = named_of(deployment.context.endpoints, record.run)
+    with working("reading the endpoints"):
+        named = named_of(deployment.context.endpoints, record.run)
     if as_json:
         spec = _spec(store, record.run)
         more = {
@@ -110,9 +113,11 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
         }
         echo_json({**record_json(record, utc_now(), spec, store.ledger_of(record)), **more})
     elif not is_followed:
-        snapshot = Follower(store, record.run).snapshot()
+        with working("reading the run"):
+            snapshot = Follower(store, record.run).snapshot()
         assert snapshot is not None, "a record is never deleted"
-        show(snapshot, named, store.ledger_of(snapshot.record), stdout())
+        ledger = store.ledger_of(snapshot.record)
+        show(snapshot, named, ledger, stdout(), is_local=deployment.stack is not None)
         if page := deployment.settings.page_of(record.run):
             stdout().print(f"console {page}", soft_wrap=True)
     if watched and record.state is not RunState.SUCCEEDED:
@@ -230,21 +235,26 @@ def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Led
     return {**record.model_dump(mode="json"), **computed}
 
 
-def show(snapshot: Snapshot, named: list[EndpointRecord], ledger: Ledger, out: Console) -> None:
+def show(snapshot: Snapshot, named: list[EndpointRecord], ledger: Ledger, out: Console, *, is_local: bool) -> None:
     """Print a run for people."""
     record, now = snapshot.record, utc_now()
     out.print(titled(record.run, f"{record.name}  {record.state}"))
-    out.print(f"created {record.created:%Y-%m-%d %H:%M:%S} UTC from {record.source}", soft_wrap=True)
+    by = f" by {record.submitter}" if record.submitter else ""
+    out.print(f"created {record.created:%Y-%m-%d %H:%M:%S} UTC{by} from", soft_wrap=True)
+    out.print(f"  {record.source}", soft_wrap=True)
     if record.cancel_requested and not record.state.is_terminal:
-        out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}")
+        by = f" by {record.cancelled_by}" if record.cancelled_by else ""
+        out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}{by}")
     if waits := describe_wait(record):
         out.print(waits)
     if spent := record.stage_seconds(now):
-        out.print(joined([f"{state.lower()} {duration(length)}" for state, length in spent.items()], out.width))
+        out.print(
+            joined("", [f"{state.lower()} {duration(length)}" for state, length in spent.items()], out), soft_wrap=True
+        )
     if snapshot.progress is not None and record.state is RunState.TRAINING:
         out.print(bar(snapshot.progress))
     _show_attempts(record, now, out)
-    show_result(record, named, now, out)
+    show_result(record, named, now, out, is_local=is_local)
     if ledger.entries:
         out.print(titled("resources"))
     for entry in ledger.entries:  # a line of its own width: a resource name can be copied

@@ -170,12 +170,14 @@ class Smoke:
 
     def run(self, out: Console) -> bool:
         """Start, follow, end and check the runs; return whether a signal interrupted the test."""
-        with _interrupts(self._interrupted):
+        # On the console that gets the lines: another one would write into them.
+        with _interrupts(self._interrupted), out.status("following the runs"):
             try:
                 self._guarded(self._follow, out)
             finally:
                 self._end(out)
-        self._check()
+        with out.status("checking the promises"):
+            self._check()
         return self._interrupted.is_set()
 
     def _drop(self, out: Console) -> None:

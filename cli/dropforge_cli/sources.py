@@ -63,7 +63,8 @@ def put(path: Path, uri: str, state: str | None) -> None:
     client = deployment.clients.storage()
     if deployment.stack is not None:
         _make_bucket(client, bucket)
-    upload(client, path, uri)
+    with working(f"copying to {uri}"):
+        upload(client, path, uri)
     echo(uri)
 
 
@@ -74,7 +75,8 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
     """
     if deployment.stack is not None:
         check_machine(spec)
-    absent = missing(spec, deployment)
+    with working("looking for the model and the data"):
+        absent = missing(spec, deployment)
     examples = [uri for uri in absent if deployment.stack is not None and uri in SOURCES]
     if unknown := [
         problem for uri, problem in absent.items() if uri not in examples
@@ -84,14 +86,14 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
         raise CliError(f"{first.pointer}: {first.message}{also}", first.command)
     if deployment.stack is not None:
         for name in make_secrets(spec, deployment):
-            echo(f"made the secret {name} for this stack", err=True)
+            echo(f"created the secret {name} for this stack", err=True)
         for uri in examples:
             began = time.monotonic()
-            how = ": it is trained once, in a minute or two" if uri == spec.model.source else ""
-            echo(f"makes {uri}, which the local stack does not have yet{how}", err=True)
+            how = ": trained once, in a minute" if uri == spec.model.source else ""
+            echo(f"makes {uri}{how}", err=True)
             with working(f"makes {uri}"):
                 upload_source(deployment.clients, uri)
-            echo(f"made {uri} in {duration(time.monotonic() - began)}", err=True)
+            echo(f"created {uri} in {duration(time.monotonic() - began)}", err=True)
 
 
 def local_files(spec: JobSpec) -> list[SpecProblem]:

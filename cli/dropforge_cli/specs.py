@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,33 +22,45 @@ from dropforge.stages.ceiling import with_defaults
 
 from .columns import column_problems
 from .deployment import Deployment, connect, find
-from .display import stdout
+from .display import stdout, working
 from .duplicates import refuse_duplicate
 from .follow import watch
-from .options import SPEC_FILE, model_config_option, state_option
-from .plain import echo
-from .policy import policy_in_use
+from .options import SPEC_FILE, json_option, model_config_option, state_option
+from .plain import echo, echo_json
+from .policy import policy_in_use, refusal
 from .problems import FAILED, CliError
 from .sources import local_files, prepare
 
 
 @click.command()
 @click.argument("specs", nargs=-1, required=True, type=SPEC_FILE, metavar="SPEC...")
+@json_option
 @model_config_option
-def validate(specs: tuple[Path, ...], model_config: Path | None) -> None:
-    """Check job specs without dropping them."""
-    refused, policy = 0, policy_in_use(find(None))
+def validate(specs: tuple[Path, ...], as_json: bool, model_config: Path | None) -> None:
+    """Check job specs without dropping them.
+
+    With a local stack, also the columns of the data; in a project, `preflight` reads them.
+    """
+    deployment = find(None)
+    policy = policy_in_use(deployment)
+    told: list[dict[str, Any]] = []
     for path in specs:
         try:
             spec = read_spec(path, policy, model_config)
+            if deployment is not None and deployment.stack is not None:
+                refuse_columns(spec, deployment)
         except InvalidSpec as error:
-            refused += 1
-            for problem in error.problems:
-                echo(f"{path}: {problem}")
+            told.append({**refusal(path, error.problems), "notes": []})
+            lines = [str(problem) for problem in error.problems]
         else:
-            echo(f"{path}: ok, {spec.name}")
+            told.append({**refusal(path, []), "notes": _notes(spec)})
+            lines = [f"ok, {spec.name}"]
             _note(path, spec)
-    if refused:
+        for line in [] if as_json else lines:
+            echo(f"{path}: {line}")
+    if as_json:
+        echo_json(told)
+    if not all(each["ok"] for each in told):
         raise SystemExit(FAILED)
 
 
@@ -66,14 +79,22 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, wa
     if not unchecked:
         job = read_spec(spec, policy_in_use(deployment))
         _note(spec, job)
-        if problems := column_problems(job, deployment.clients):
-            raise InvalidSpec(problems)
+        refuse_columns(job, deployment)
         prepare(job, deployment)
-    run = upload_spec(deployment, data, object_name or spec.name)
+    with working("dropping the spec"):
+        run = upload_spec(deployment, data, object_name or spec.name)
     echo(run)
     echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):
         raise SystemExit(FAILED)
+
+
+def refuse_columns(spec: JobSpec, deployment: Deployment) -> None:
+    """Raise InvalidSpec if the spec names columns that its data lack."""
+    with working("reading the columns of the data"):
+        problems = column_problems(spec, deployment.clients)
+    if problems:
+        raise InvalidSpec(problems)
 
 
 def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clients: Clients | None = None) -> JobSpec:
@@ -97,7 +118,8 @@ def shape_here(spec: JobSpec, model_config: Path | None = None, clients: Clients
     try:
         if model_config is None:
             in_bucket = spec.model.source.startswith("gs://")
-            return find_shape(spec.model, clients or (None if in_bucket else Clients()))
+            with working("reading the model's configuration"):
+                return find_shape(spec.model, clients or (None if in_bucket else Clients()))
         path = model_config / "config.json" if model_config.is_dir() else model_config
         return read_shape(json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError) as error:
@@ -108,8 +130,12 @@ def shape_here(spec: JobSpec, model_config: Path | None = None, clients: Clients
 
 def _note(path: Path, spec: JobSpec) -> None:
     """Print what is doubtful about the spec. It goes to stderr, because programs read stdout."""
-    for note in filter(None, [short_endpoint(spec), *advice(spec)]):
+    for note in _notes(spec):
         echo(f"{path}: note: {note}", err=True)
+
+
+def _notes(spec: JobSpec) -> list[str]:
+    return [note for note in (short_endpoint(spec), *advice(spec)) if note]
 
 
 def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:

@@ -6,6 +6,7 @@ import click
 
 from .callee import callee_of
 from .deployment import connect
+from .display import working
 from .endpoints import PAGE, token_of
 from .options import run_argument, state_option
 from .plain import echo
@@ -15,13 +16,15 @@ from .plain import echo
 @run_argument
 @state_option
 def token(run: str, state: str | None) -> None:
-    """Print the token of an endpoint, alone, for scripts: the API key of an OpenAI client.
+    """Print only the token of an endpoint, for scripts; OpenAI clients take it as API key.
 
     RUN is a run, or the name of an endpoint.
     """
     deployment = connect(state)
     callee = callee_of(deployment, run)
-    if value := token_of(deployment, callee.spec):
+    with working("getting a token"):
+        value = token_of(deployment, callee.spec)
+    if value:
         echo(value)
     else:
         echo(f"the endpoint of {callee.name} demands no token; its network guards it: {PAGE}#the-token", err=True)

@@ -12,19 +12,17 @@ from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import duration
 from dropforge.run.record import Record
-from dropforge.run.spans import ROOT, Span
+from dropforge.run.spans import Span, in_order
 from dropforge.tell.otlp import document_of, read_spans
 
 from .deployment import connect
-from .display import stdout, table, titled
+from .display import stdout, table, titled, working
 from .options import json_option, latest_argument, state_option
 from .plain import echo_json
 from .runs import find_run
 
 WIDEST = 100  # columns of a timeline: a bar in a file need not be longer
 LABEL_WIDTH = 26
-# The attribute that tells spans of the same name apart.
-NAMED_BY = {"attempt": "dropforge.attempt", "resource": "dropforge.resource.kind"}
 
 
 @click.command()
@@ -39,7 +37,8 @@ def trace(run: str, as_json: bool, state: str | None) -> None:
     """
     deployment = connect(state)
     record = find_run(deployment.store, run)
-    spans = read_spans(deployment.context, record)
+    with working("reading the trace"):
+        spans = read_spans(deployment.context, record)
     if as_json:
         echo_json(document_of(record.run, spans, deployment.settings))
     else:
@@ -55,7 +54,7 @@ def show(record: Record, spans: list[Span], now: datetime, out: Console) -> None
     rows = table("", "after", "lasted", "", right=("after", "lasted"))
     rows.show_header = False
     width = max(10, min(out.width, WIDEST) - LABEL_WIDTH - 26)
-    for span in _in_order(spans):
+    for span in in_order(spans):
         after = duration((span.began - root.began).total_seconds())
         lasted = duration(span.seconds(now)) + ("" if span.ended else " +")
         style = "red" if span.problem else "green" if span.ended else "cyan"
@@ -66,24 +65,10 @@ def show(record: Record, spans: list[Span], now: datetime, out: Console) -> None
             out.print(f"{_label(span).strip()}: {span.error_type}: {span.problem}", style="red", soft_wrap=True)
 
 
-def _in_order(spans: list[Span]) -> list[Span]:
-    """The spans below the root, each after the span that it is in, in the order in which they began."""
-    below: dict[str, list[Span]] = {}
-    for span in spans:
-        below.setdefault(span.parent, []).append(span)
-
-    def walk(path: str) -> list[Span]:
-        inside = sorted(below.get(path, []), key=lambda span: span.began)
-        return [found for span in inside for found in (span, *walk(span.path))]
-
-    return walk(ROOT)
-
-
 def _label(span: Span) -> str:
-    """The name of a span below the name of the span that it is in, with what tells it from others of its name."""
-    depth = max(0, span.path.count("/") - 1)
-    told = str(span.attributes.get(NAMED_BY.get(span.name, ""), "")).rpartition("/")[2]
-    return f"{'  ' * depth}{span.name} {told}".rstrip()[:LABEL_WIDTH]
+    """The name of a span below the name of the span that it is in."""
+    label = f"{'  ' * span.depth}{span.label}"
+    return label[:LABEL_WIDTH]
 
 
 def _bar(span: Span, began: datetime, ended: datetime, now: datetime, width: int) -> str:

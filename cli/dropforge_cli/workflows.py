@@ -25,6 +25,7 @@ from workflows_engine import (
     timeline,
 )
 
+from .display import working
 from .plain import echo, echo_json
 from .problems import CliError
 
@@ -67,14 +68,15 @@ def run(
     """Run FILE once. Print its timeline and its cost in the cloud to stderr, its result to stdout."""
     time: Clock = VirtualClock() if clock == "virtual" else SystemClock()
     try:
-        simulation = simulate(
-            _text(file),
-            _json(data),
-            mocks=ScriptedMocks(_text(mock)) if mock else None,
-            env=_environment(env),
-            clock=time,
-            limits=Limits.lifted() if no_limits else Limits(),
-        )
+        with working(f"running {file}"):
+            simulation = simulate(
+                _text(file),
+                _json(data),
+                mocks=ScriptedMocks(_text(mock)) if mock else None,
+                env=_environment(env),
+                clock=time,
+                limits=Limits.lifted() if no_limits else Limits(),
+            )
     except DeployError as error:
         _print_problems(file, error.problems)
         raise SystemExit(1) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 UNITS = 1000.0
@@ -43,10 +44,11 @@ class Chart(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve to draw: its CSS class and its points, in order of x."""
+    """A curve to draw: its CSS class and its points, in order of x. `has_dots`: each point has a dot, too."""
 
     kind: str
     points: Sequence[Point]
+    has_dots: bool = False
 
 
 def chart(
@@ -55,7 +57,7 @@ def chart(
     *,
     x_end: float = 0.0,
     x_text: Callable[[float], str] = lambda x: f"{x:,g}",
-    y_text: Callable[[float], str] = lambda y: f"{y:.4g}",
+    y_text: Callable[[float], str] = lambda y: f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.4g}",
     from_zero: bool = False,
     logarithmic: bool = False,
     marks: Sequence[tuple[float, str]] = (),
@@ -64,16 +66,23 @@ def chart(
 
     A logarithmic chart leaves out values that are not positive. `x_end` is the least end of the x axis.
     """
-    drawn = [Curve(curve.kind, _visible(curve.points, logarithmic)) for curve in curves]
+    seen = [_visible(curve.points, logarithmic) for curve in curves]
+    drawn = [curve._replace(points=thinned(points)) for curve, points in zip(curves, seen, strict=True)]
     values = [y for curve in drawn for _, y in curve.points]
     if not values:
         return None
-    last = max(x_end, *(x for curve in drawn for x, _ in curve.points))
+    last = max(x_end, *(points[-1][0] for points in seen if points))
     x_ticks = ticks(0.0, last or 1.0)
     y_ticks = ticks(0.0 if from_zero and not logarithmic else min(values), max(values))
     horizontal, vertical = _scale(x_ticks), _scale(y_ticks)
+    lines = []
+    for curve in drawn:
+        placed = [(horizontal(x), UNITS - vertical(y)) for x, y in curve.points]
+        lines.append(Line(curve.kind, path(placed)))
+        if curve.has_dots:
+            lines.append(Line(f"{curve.kind} dots", dots(placed)))
     return Chart(
-        [Line(c.kind, path([(horizontal(x), UNITS - vertical(y)) for x, y in thinned(c.points)])) for c in drawn],
+        lines,
         [x_text(tick) for tick in x_ticks],
         [y_text(10**tick if logarithmic else tick) for tick in reversed(y_ticks)],
         [Mark(round(horizontal(x), 1), text) for x, text in marks],
@@ -99,7 +108,7 @@ def thinned(points: Sequence[Point], buckets: int = BUCKETS) -> list[Point]:
     kept: list[Point] = []
     for number in range(buckets):
         part = points[number * len(points) // buckets : (number + 1) * len(points) // buckets]
-        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        kept += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
     return kept
 
 
@@ -118,6 +127,11 @@ def path(points: Sequence[Point]) -> str:
         (x, y), *_ = points
         points = [(x, y), (x + 1, y)]
     return "".join(f"{'L' if index else 'M'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(points))
+
+
+def dots(points: Sequence[Point]) -> str:
+    """Return the `d` of an SVG path of lines without length: with square ends, each is a square of the line's width."""
+    return "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
 
 
 def _visible(points: Sequence[Point], logarithmic: bool) -> list[Point]:

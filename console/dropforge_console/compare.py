@@ -33,6 +33,43 @@ def losses(progress: Sequence[Sequence[Progress]], by: str, log: bool) -> Chart 
     return chart(curves, f"Training loss of {shown} runs by {by}", x_text=views.AXES[by].text, logarithmic=log)
 
 
+def held_out(progress: Sequence[Sequence[Progress]], by: str, log: bool) -> Chart | None:
+    """Return the losses of the runs on their held-out rows in one chart."""
+    points = [views.held_out_points(events, by) for events in progress]
+    curves = [Curve(f"c{index}", found, has_dots=True) for index, found in enumerate(points)]
+    shown = sum(map(bool, points))
+    return chart(curves, f"Held-out loss of {shown} runs by {by}", x_text=views.AXES[by].text, logarithmic=log)
+
+
+class Asked(NamedTuple):
+    """A held-out question with its expected answer, and the answer of each run: its text, and whether it is right.
+
+    A run whose evaluation did not keep the question has None. `before` is the answer of the first run's base.
+    """
+
+    question: str
+    expected: str
+    before: str
+    answers: list[views.Sample | None]
+
+
+def questions(samples: Sequence[Sequence[views.Sample]]) -> list[Asked]:
+    """Return the held-out questions that the evaluations kept, those of most runs first. Equal questions are one.
+
+    An evaluation keeps five questions (samples.json beside the model). No other row of the data is read.
+    """
+    found: dict[tuple[str, str], list[views.Sample | None]] = {}
+    for index, kept in enumerate(samples):
+        for sample in kept:
+            key = sample.question, sample.expected
+            found.setdefault(key, [None] * len(samples))[index] = sample
+    asked = [
+        Asked(question, expected, next(each.before for each in answers if each), answers)
+        for (question, expected), answers in found.items()
+    ]
+    return sorted(asked, key=lambda each: each.answers.count(None))
+
+
 def results(runs: Sequence[Run], now: datetime) -> list[Difference]:
     """Return cost, time and each metric of the runs."""
     metrics = sorted({name for run in runs for name in run.record.metrics})
@@ -49,7 +86,7 @@ def results(runs: Sequence[Run], now: datetime) -> list[Difference]:
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Return the fields in which the specs differ, by their JSON pointers. A run without a spec has no values."""
     specs = [dict(_leaves(run.spec.model_dump(mode="json"))) if run.spec else {} for run in runs]
-    pointers = dict.fromkeys(pointer for spec in specs for pointer in spec)
+    pointers = dict.fromkeys(pointer for spec in specs for pointer in spec if pointer != "/schema_uri")
     found = [Difference(pointer, [_text(spec, pointer) for spec in specs]) for pointer in pointers]
     return [difference for difference in found if len(set(difference.values)) > 1]
 

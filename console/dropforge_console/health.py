@@ -1,22 +1,28 @@
-"""The health of a deployment: the findings of the last sweep, and the differences between ledgers and cloud."""
+"""The health of a deployment: the findings of the last sweep, the differences between ledgers and cloud, the dead
+letters and the alerts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from dropforge.base.errors import Malformed
+from dropforge.base.errors import DropforgeError, Malformed
 from dropforge.context import Context
 from dropforge.stages.sweep import findings
-from dropforge.stages.sweep.audit import Audit, audit
+from dropforge.stages.sweep.audit import Audit
 from dropforge.stages.sweep.findings import Findings
 
+from .monitoring import Alert, DeadLetters
 from .views import Status
+
+T = TypeVar("T")
 
 LATE_AFTER = timedelta(hours=1)  # as the alert no_sweep of terraform/alerts.tf
 AUDIT_EVERY = timedelta(minutes=2)  # an audit lists every kind of resource in every region
+MONITORING_EVERY = timedelta(minutes=1)  # as often as the metrics are written
+UNKNOWN = Status("Unknown", "hold", "triangle")
 SENTENCES = {
     "deleted": ("resource deleted", "resources deleted"),
     "deleting": ("deletion not finished", "deletions not finished"),
@@ -66,42 +72,61 @@ def _found(name: str, kept: Findings) -> Found:
     return Found(f"{count:,} {one if count == 1 else many}", getattr(kept, name))
 
 
-class Looked(NamedTuple):
-    """The result of an audit and its time. `trouble`: why there is no result."""
+class Seen(NamedTuple, Generic[T]):
+    """The result of a look and its time. `trouble`: why there is no result."""
 
     time: datetime
-    result: Audit | None
+    result: T | None
     trouble: str = ""
 
-    @property
-    def status(self) -> Status:
-        if self.result is None or self.result.problems:
-            return Status("Incomplete", "fail", "triangle")
-        return Status("Differ", "fail", "cross") if self.result.differences else Status("Agree", "good", "tick")
 
-
-class Auditor:
-    """Compares the ledgers with the cloud in the background, while somebody looks at the page.
+class Background(Generic[T]):
+    """Looks at something in the background, while people look at the page.
 
     `latest` is the last result, None before the first. `tell` is called when there is a new result.
     """
 
-    def __init__(self, context: Context, tell: Callable[[], None]) -> None:
-        self.latest: Looked | None = None
-        self._context = context
+    def __init__(
+        self, read: Callable[[], T], every: timedelta, now: Callable[[], datetime], tell: Callable[[], None]
+    ) -> None:
+        self.latest: Seen[T] | None = None
+        self._read = read
+        self._every = every
+        self._now = now
         self._tell = tell
         self._task: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Begin an audit, unless an audit runs or the last result is recent."""
-        is_fresh = self.latest is not None and self._context.now() - self.latest.time < AUDIT_EVERY
+        """Begin a look, unless one runs or the last result is recent."""
+        is_fresh = self.latest is not None and self._now() - self.latest.time < self._every
         if not is_fresh and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._audit())
+            self._task = asyncio.create_task(self._look())
 
-    async def _audit(self) -> None:
+    async def _look(self) -> None:
         try:
-            result, trouble = await asyncio.to_thread(audit, self._context), ""
+            seen = Seen[T](self._now(), await asyncio.to_thread(self._read))
         except Exception as error:  # noqa: BLE001  # the page says why
-            result, trouble = None, f"{type(error).__name__}: {error}"[:300]
-        self.latest = Looked(self._context.now(), result, trouble)
+            text = str(error) if isinstance(error, DropforgeError) else f"{type(error).__name__}: {error}"
+            seen = Seen[T](self._now(), None, text[:300])
+        self.latest = seen
         self._tell()
+
+
+def audit_status(seen: Seen[Audit]) -> Status:
+    if seen.result is None or seen.result.problems:
+        return Status("Incomplete", "fail", "triangle")
+    return Status("Differ", "fail", "cross") if seen.result.differences else Status("Agree", "good", "tick")
+
+
+def dead_letters_status(seen: Seen[list[DeadLetters]]) -> Status:
+    if seen.result is None:
+        return UNKNOWN
+    if sum(each.messages or 0 for each in seen.result):
+        return Status("Events wait", "fail", "cross")
+    return Status("None", "good", "tick") if all(each.messages == 0 for each in seen.result) else UNKNOWN
+
+
+def alerts_status(seen: Seen[list[Alert]]) -> Status:
+    if seen.result is None:
+        return UNKNOWN
+    return Status("Open", "fail", "cross") if seen.result else Status("None open", "good", "tick")

@@ -5,55 +5,85 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import date, datetime, timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
+from dropforge import traffic
 from dropforge.base import names
-from dropforge.base.errors import DropforgeError, SpecProblem
-from dropforge.base.figures import duration, usd
-from dropforge.bill import BY, LABEL, Group, grouped
+from dropforge.base.errors import DropforgeError, SpecProblem, first_problem
+from dropforge.base.figures import age, duration, usd
+from dropforge.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.context import Context
+from dropforge.endpoints.record import EndpointRecord
 from dropforge.run.record import LedgerEntry, RunState
 from dropforge.run.summary import Summary
+from dropforge.spec import job_spec_schema
 from dropforge.spec.machine import GIB
-from dropforge.stages.sweep.audit import MEANING
+from dropforge.stages.sweep.audit import MEANING, audit
 
-from . import actions, compare, models, views
-from .access import HOW_TO_ENTER, Access
-from .health import Auditor, last_sweep
+from . import actions, cloud_logs, compare, examples, health, models, monitoring, places, preflight, views
+from .access import HOW_TO_ENTER, PERSON, Access
+from .asking import named_endpoint
 from .live import Live
+from .people import Person, Role
+from .playground import MOST_SIDES, Playground, Question
 from .reader import Reader, Run
 
+T = TypeVar("T")
 LogReader = Callable[[str], list[str]]  # the last lines of a resource's containers, without credentials
 
 FRESH_SECONDS = 1.0  # a page without a stream shows at most this old content
 PAGE_ROWS = 100
 PAGE_MODELS = 50
+MOST_MODELS = 200  # in the list of models to choose from
 KEPT_PAGES = 200  # rendered pages of one version
 LOG_LINES = 40
 STATIC = Path(__file__).parent / "static"
 
 
+class Content:
+    """What a page shows, the same for everybody: its template and the template's values."""
+
+    def __init__(self, template: str, **values: Any) -> None:
+        self.template = template
+        self.values = values
+
+
 class Pages:
-    """The pages of one deployment. A page is rendered once for each version of the content, not for each viewer."""
+    """The pages of one deployment. A page is rendered once for each version of the content and each role, not for each
+    viewer."""
 
     def __init__(
-        self, context: Context, access: Access, reader: Reader, live: Live, read_log: LogReader | None
+        self,
+        context: Context,
+        reader: Reader,
+        live: Live,
+        read_log: LogReader | None,
+        playground: Playground | None,
+        preflight: preflight.Ask | None,
     ) -> None:
         self._context = context
-        self._access = access
+        self._project = context.settings.project
         self._reader = reader
         self._live = live
         self._read_log = read_log
-        self._auditor = Auditor(context, live.announce)
+        self._preflight = preflight
+        self._audit = self._background(partial(audit, context), health.AUDIT_EVERY)
+        self._dead_letters = self._background(partial(monitoring.dead_letters, context.cloud), health.MONITORING_EVERY)
+        self._alerts = self._background(partial(monitoring.open_alerts, context.cloud), health.MONITORING_EVERY)
+        # The examples of examples/local need the data and the models that a local stack makes.
+        self._offered = examples.offered(is_local=read_log is not None)
+        self._traffic = self._background(lambda: traffic.traffic(context, reader.endpoints()), traffic.EVERY)
         self._rendered: tuple[int, dict[str, asyncio.Task[str]]] = (-1, {})
         self._templates = Environment(
             loader=PackageLoader(__package__),
@@ -63,42 +93,57 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters |= {"usd": usd, "duration": duration, "exact": _exact, "gib": _gib}
-        self._templates.globals |= {"asset": _asset, "project": context.settings.project}
+        self._templates.globals |= {
+            "asset": _asset,
+            "project": self._project,
+            "since": lambda time: age((context.now() - time).total_seconds()),
+            "can_ask": playground is not None,
+        }
+
+    def _background(self, read: Callable[[], T], every: timedelta) -> health.Background[T]:
+        return health.Background(read, every, self._context.now, self._live.announce)
 
     async def home(self, request: Request) -> Response:
         return RedirectResponse("/runs", 303)
 
-    async def enter(self, request: Request) -> Response:
+    async def enter(self, access: Access, request: Request) -> Response:
         """GET shows a button, so that no preview of the link spends it; POST spends it."""
         if request.method == "GET":
             token, to = request.query_params.get("token", ""), request.query_params.get("next", "")
-            return self._page("enter.html", token=token, to=to)
+            return self._page(request, "enter.html", token=token, to=to)
         form = await _form(request)
         token, to = form.get("token", ""), form.get("next", "")
-        if not self._access.spend(token):
+        if not access.spend(token):
             raise HTTPException(403, f"this link was used, or is older than ten minutes: {HOW_TO_ENTER}")
         is_own = to.startswith("/") and not to.startswith(("//", "/\\"))
         response = RedirectResponse(to if is_own else "/runs", 303)
-        self._access.admit(response)
+        access.admit(response)
         return response
 
     async def runs(self, request: Request) -> Response:
         query = request.query_params
         wanted = views.Wanted(
-            query.get("q", "")[:200], query.get("state", ""), query.get("target", ""), query.get("sort", "created")
+            text=query.get("q", "")[:200],
+            state=query.get("state", ""),
+            target=query.get("target", ""),
+            model=query.get("model", "")[:200],
+            since=_day(query.get("since", "")),
+            until=_day(query.get("until", "")),
+            sort=query.get("sort", "created"),
         )
         page = _page_number(request)
-        return await self._cached(f"/runs?{wanted!r}&{page}", lambda: self._runs(wanted, page))
+        return await self._cached(request, f"/runs?{wanted!r}&{page}", lambda: self._runs(wanted, page))
 
-    def _runs(self, wanted: views.Wanted, page: int) -> str:
+    def _runs(self, wanted: views.Wanted, page: int) -> Content:
         now, every = self._context.now(), self._reader.runs()
         taken = views.selected(every, wanted, now)
         pages = max(1, math.ceil(len(taken) / PAGE_ROWS))
         page = min(page, pages)
         rows = [views.row(run, now) for run in taken[(page - 1) * PAGE_ROWS : page * PAGE_ROWS]]
         targets = sorted({run.target for run in every if run.target})
+        models = sorted({run.model for run in every if run.model})[:MOST_MODELS]
         working = sum(not run.state.is_terminal for run in every)
-        return self._render(
+        return Content(
             "runs.html",
             here="runs",
             rows=rows,
@@ -109,6 +154,10 @@ class Pages:
             total=len(every),
             working=working,
             targets=targets,
+            models=models,
+            query=urlencode(
+                {"q" if name == "text" else name: value for name, value in wanted._asdict().items() if value}
+            ),
             states=list(RunState),
             sorts=views.SORTS,
             unreadable=sorted(self._reader.unreadable.items()),
@@ -117,9 +166,9 @@ class Pages:
     async def run(self, request: Request) -> Response:
         name = request.path_params["run"]
         by, log = _axis(request)
-        return await self._cached(f"/runs/{name}?{by}&{log}", lambda: self._run(name, by, log), name)
+        return await self._cached(request, f"/runs/{name}?{by}&{log}", lambda: self._run(name, by, log), name)
 
-    def _run(self, name: str, by: str, log: bool) -> str:
+    def _run(self, name: str, by: str, log: bool) -> Content:
         run = self._found(name)
         record, spec, now = run.record, run.spec, self._context.now()
         journal, before = self._reader.journal(name), self._reader.before(run)
@@ -127,7 +176,7 @@ class Pages:
         ledger = record.resources if record.resources is not None else self._reader.store.ledger_of(record).entries
         latest = next((event for event in reversed(journal.progress) if event.attempt == record.attempt), None)
         shown = record.state in (RunState.SUCCEEDED, RunState.DEPLOYING, RunState.TEARING_DOWN)
-        return self._render(
+        return Content(
             "run.html",
             here="",
             run=run,
@@ -140,6 +189,8 @@ class Pages:
             problems=[SpecProblem(**_fields(problem)) for problem in record.problems],
             figures=views.figures(run, latest, now),
             latest=latest,
+            percent=views.percent(record, latest),
+            has_progress=bool(journal.progress),
             stages=views.timeline(record, now),
             spent=sum(record.stage_seconds(now).values()),
             waits=views.wait_text(record),
@@ -150,11 +201,16 @@ class Pages:
             measured=views.measured(record),
             samples=views.samples(self._reader.samples(name)) if shown else [],
             log_lines=self._log(ledger),
+            cloud_log="" if self._read_log else cloud_logs.page_of(self._project, ledger, record.created),
+            parts=views.parts(self._reader.spans(record), now),
+            trace=names.trace_id(record.run),
+            placed=places.placed(record, spec),
             attempts=views.attempts(record, now),
             before=before,
             diff=views.spec_diff(spec, before.spec) if spec and before and before.spec else [],
             spec_text=views.spec_text(spec) if spec else "",
             resources=views.resources(ledger),
+            snippet=views.snippet(record.run, record.endpoint, spec) if record.endpoint and spec and spec.serve else "",
         )
 
     def _log(self, ledger: Sequence[LedgerEntry]) -> list[str]:
@@ -165,11 +221,12 @@ class Pages:
     async def compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.query_params.getlist("run")))[: compare.MOST_RUNS]
         by, log = _axis(request)
-        return await self._cached(f"/compare?{names!r}&{by}&{log}", lambda: self._compare(names, by, log))
+        return await self._cached(request, f"/compare?{names!r}&{by}&{log}", lambda: self._compare(names, by, log))
 
-    def _compare(self, names: Sequence[str], by: str, log: bool) -> str:
+    def _compare(self, names: Sequence[str], by: str, log: bool) -> Content:
         runs, now = [self._found(name) for name in names], self._context.now()
-        return self._render(
+        progress = [self._reader.journal(name).progress for name in names]
+        return Content(
             "compare.html",
             here="",
             runs=runs,
@@ -178,7 +235,9 @@ class Pages:
             axes=list(views.AXES),
             by=by,
             log=log,
-            losses=compare.losses([self._reader.journal(name).progress for name in names], by, log),
+            losses=compare.losses(progress, by, log),
+            held_out=compare.held_out(progress, by, log),
+            questions=compare.questions([views.samples(self._reader.samples(name)) for name in names]),
             statuses=[views.status(Summary.of(run.record)) for run in runs],
             results=compare.results(runs, now),
             differences=compare.differences(runs),
@@ -186,9 +245,9 @@ class Pages:
 
     async def models(self, request: Request) -> Response:
         page = _page_number(request)
-        return await self._cached(f"/models?{page}", lambda: self._models(page))
+        return await self._cached(request, f"/models?{page}", lambda: self._models(page))
 
-    def _models(self, page: int) -> str:
+    def _models(self, page: int) -> Content:
         runs = [run.run for run in self._reader.runs() if run.has_trained]
         pages = max(1, math.ceil(len(runs) / PAGE_MODELS))
         page = min(page, pages)
@@ -200,88 +259,158 @@ class Pages:
             for run in shown
             if run.record.run in committed
         ]
-        return self._render("models.html", here="models", models=listed, page=page, pages=pages)
+        return Content("models.html", here="models", models=listed, page=page, pages=pages)
 
     async def endpoints(self, request: Request) -> Response:
-        return await self._cached("/endpoints", self._endpoints)
+        self._traffic.look()
+        return await self._cached(request, "/endpoints", self._endpoints)
 
-    def _endpoints(self) -> str:
+    def _endpoints(self) -> Content:
         now = self._context.now()
-        shown = [views.named(record, now) for record in self._reader.endpoints()]
-        return self._render("endpoints.html", here="endpoints", endpoints=shown)
+        seen = self._traffic.latest.result if self._traffic.latest else None
+        shown = [views.named(record, now, seen, self._snippet(record)) for record in self._reader.endpoints()]
+        return Content("endpoints.html", here="endpoints", endpoints=shown)
+
+    def _snippet(self, record: EndpointRecord) -> str:
+        """A command that asks a named endpoint; "" while nothing serves. It quotes no row of the data."""
+        run = self._reader.find(record.serving.run) if record.serving else None
+        if record.serving is None or run is None or run.spec is None or run.spec.serve is None:
+            return ""
+        return views.snippet(record.name, named_endpoint(record, record.serving), run.spec)
 
     async def rollback(self, request: Request) -> Response:
+        return await self._change(request, "rollback")
+
+    async def retire(self, request: Request) -> Response:
+        return await self._change(request, "retire")
+
+    async def _change(self, request: Request, change: str) -> Response:
+        """Request a change of a named endpoint."""
+        person = _person(request)
+        _allow(person.role.changes_endpoints, person, Role.ADMIN, "change a named endpoint")
         await self._live.look(FRESH_SECONDS)
         name = request.path_params["name"]
         if name not in {record.name for record in self._reader.endpoints()}:
             raise HTTPException(404, f"there is no endpoint {name[:80]!r}")
-        await self._request({"rollback": name})
+        await self._request({change: name}, person)
         return RedirectResponse("/endpoints", 303)
 
-    async def _request(self, content: dict[str, str]) -> None:
+    async def ask(self, playground: Playground, request: Request) -> Response:
+        """GET shows the playground of one or two endpoints. POST asks one, and streams the answer as events."""
+        person = _person(request)
+        _allow(person.role.asks, person, Role.SUBMITTER, "ask a model")
+        if request.method == "GET":
+            names = [name[:80] for name in dict.fromkeys(request.query_params.getlist("of")) if name][:MOST_SIDES]
+            return await self._cached(request, f"/ask?{names!r}", lambda: self._ask(playground, names))
         try:
-            await asyncio.to_thread(actions.request, content, self._context)
+            question = Question.model_validate_json(await _body(request, actions.MAX_SPEC_BYTES))
+        except ValidationError as error:
+            raise HTTPException(422, f"the page sent what is no question: {first_problem(error)}") from None
+        await self._live.look(FRESH_SECONDS)
+        return StreamingResponse(playground.answer(question), media_type="text/event-stream")
+
+    def _ask(self, playground: Playground, names: list[str]) -> Content:
+        sides = [playground.side(name) for name in names]
+        callees = [side.callee for side in sides if side.callee]
+        first = callees[0] if callees else None
+        return Content(
+            "ask.html",
+            here="",
+            names=names,
+            sides=sides,
+            callees=callees,
+            fields=list(dict.fromkeys(field for callee in callees for field in callee.prompt.fields)),
+            system=first.prompt.system if first else None,
+            samples=views.samples(self._reader.samples(first.run)) if first else [],
+            offered=playground.offered(self._context.now()),
+        )
+
+    async def _request(self, content: dict[str, str], person: Person) -> None:
+        try:
+            await asyncio.to_thread(actions.request, content, self._context, person)
         except DropforgeError as error:
             raise HTTPException(409, str(error)) from error
 
     async def cost(self, request: Request) -> Response:
         by = request.query_params.get("by", "month")
-        return await self._cached(f"/cost?{by}", lambda: self._cost(by))
+        return await self._cached(request, f"/cost?{by}", lambda: self._cost(by))
 
-    def _cost(self, by: str) -> str:
+    def _cost(self, by: str) -> Content:
         every, now = self._reader.runs(), self._context.now()
         priced = [run for run in every if run.state is not RunState.REJECTED]
         keys = sorted({key for run in priced for key in run.labels})
         groupings = [*BY, *(f"{LABEL}{key}" for key in keys)]
         by = by if by in groupings else "month"
-        groups = grouped(priced, by, now)
-        return self._render(
+        named = named_costs(self._reader.endpoints(), now)
+        groups = grouped(priced, by, now, named)
+        return Content(
             "cost.html",
             here="cost",
             by=by,
             groupings=groupings,
             groups=groups,
-            total=Group.of("In all", priced, now),
+            total=Group.of("In all", priced, now, named),
             dearest=max((group.total.known for group in groups), default=0.0),
             still_open=sum(run.is_open(now) for run in priced),
         )
 
     async def health(self, request: Request) -> Response:
-        self._auditor.look()
-        return await self._cached("/health", self._health)
+        for each in (self._audit, self._dead_letters, self._alerts):
+            each.look()
+        return await self._cached(request, "/health", self._health)
 
-    def _health(self) -> str:
-        looked = self._auditor.latest
-        differences = looked.result.differences if looked and looked.result else []
-        return self._render(
+    def _health(self) -> Content:
+        audited, dead, alerts = self._audit.latest, self._dead_letters.latest, self._alerts.latest
+        differences = audited.result.differences if audited and audited.result else []
+        return Content(
             "health.html",
             here="health",
-            sweep=last_sweep(self._context),
-            looked=looked,
+            sweep=health.last_sweep(self._context),
+            audited=audited,
+            audit_status=audited and health.audit_status(audited),
+            dead=dead,
+            dead_status=dead and health.dead_letters_status(dead),
+            alerts=alerts,
+            alerts_status=alerts and health.alerts_status(alerts),
             meaning=MEANING,
             words=sorted({difference.difference for difference in differences}),
             unreadable=sorted(self._reader.unreadable.items()),
         )
 
     async def cancel(self, request: Request) -> Response:
+        person = _person(request)
+        _allow(person.role.submits, person, Role.SUBMITTER, "cancel a run")
+        await self._live.look(FRESH_SECONDS)  # on Cloud Run, another instance may have shown the page
         run = await asyncio.to_thread(self._found, request.path_params["run"])
+        what = f"cancel a run of the topic {run.record.topic}"
+        _allow(person.role.cancels(run.record), person, Role.ADMIN, what)
         if _can_cancel(run, self._context.now()):
-            await self._request({"cancel": run.record.run})
+            await self._request({"cancel": run.record.run}, person)
         return RedirectResponse(f"/runs/{run.record.run}", 303)
 
     async def new(self, request: Request) -> Response:
         """GET shows a form, perhaps with an old run's spec. POST checks a spec, and drops a good spec if asked to."""
+        person = _person(request)
+        _allow(person.role.submits, person, Role.SUBMITTER, "drop a spec")
         if request.method == "GET":
-            text = await self._old_spec(request.query_params.get("from", ""))
-            return self._page("new.html", here="new", text=text, verdict=None)
+            query = request.query_params
+            text = await self._old_spec(query.get("from", "")) or examples.examples().get(query.get("example", ""), "")
+            return self._page(request, "new.html", here="new", text=text, verdict=None, offered=self._offered)
         form = await _form(request)
         text, do = form.get("spec", ""), form.get("do")
         verdict = await asyncio.to_thread(actions.check, text, self._context, is_typed=do == "type")
+        if do == "check" and not verdict.problems and self._preflight is not None:
+            answers = await asyncio.to_thread(preflight.asked, self._preflight, text)
+            verdict = verdict._replace(preflight=answers)
         if verdict.problems or do != "drop":
             code = 422 if verdict.problems and do != "type" else 200  # nobody has sent the text that is typed
-            return self._page("new.html", code, here="new", text=text, verdict=verdict)
-        run = await asyncio.to_thread(actions.submit, text, self._context)
+            return self._page(request, "new.html", code, here="new", text=text, verdict=verdict, offered=self._offered)
+        run = await asyncio.to_thread(actions.submit, text, self._context, person)
         return RedirectResponse(f"/runs/{run}", 303)
+
+    async def schema(self, request: Request) -> Response:
+        """The JSON Schema of a job spec, for the editor."""
+        return JSONResponse(job_spec_schema())
 
     async def _old_spec(self, run: str) -> str:
         if not run:
@@ -301,6 +430,7 @@ class Pages:
         run = str(request.path_params.get("run", ""))
         is_awaited = error.status_code == 404 and names.is_run_id(run) and run not in self._reader.unreadable
         return self._page(
+            request,
             "problem.html",
             error.status_code,
             number=error.status_code,
@@ -308,16 +438,18 @@ class Pages:
             awaited=run if is_awaited else "",
         )
 
-    async def _cached(self, key: str, render: Callable[[], str], run: str = "") -> Response:
+    async def _cached(self, request: Request, address: str, make: Callable[[], Content], run: str = "") -> Response:
         await self._live.look(FRESH_SECONDS)
         if run and not self._reader.knows(run):
             await self._live.look()  # a run that was dropped a moment ago
+        role = _person(request).role
+        key = f"{role.word} {address}"
         version, pages = self._rendered
         if version != self._live.version or len(pages) >= KEPT_PAGES:
             pages = {}
             self._rendered = self._live.version, pages
         if key not in pages:  # a change makes every viewer ask at the same moment: one of them renders
-            pages[key] = asyncio.create_task(asyncio.to_thread(render))
+            pages[key] = asyncio.create_task(asyncio.to_thread(self._render, make, role))
         try:
             return HTMLResponse(await asyncio.shield(pages[key]))
         except Exception:
@@ -331,11 +463,36 @@ class Pages:
             raise HTTPException(404, f"there is no run {name[:80]!r} that this console can read: {why}")
         return run
 
-    def _page(self, template: str, code: int = 200, *, here: str = "", **values: Any) -> Response:
-        return HTMLResponse(self._render(template, here=here, **values), code)
+    def _page(self, request: Request, template: str, code: int = 200, *, here: str = "", **values: Any) -> Response:
+        content = Content(template, here=here, **values)
+        return HTMLResponse(self._render(lambda: content, _person(request).role), code)
 
-    def _render(self, template: str, **values: Any) -> str:
-        return self._templates.get_template(template).render(trouble=self._live.trouble, **values)
+    def _render(self, make: Callable[[], Content], role: Role) -> str:
+        content = make()
+        template = self._templates.get_template(content.template)
+        return template.render(trouble=self._live.trouble, role=role, **content.values)
+
+
+def _person(request: Request) -> Person:
+    """Who sends a request. The guard of the application has verified it."""
+    person: Person = request.scope[PERSON]
+    return person
+
+
+def _allow(is_allowed: bool, person: Person, least: Role, what: str) -> None:
+    """Raises HTTPException if a person's role does not allow an action."""
+    if not is_allowed:
+        detail = f"{person.email} is a {person.role.word} here, and may not {what}: only a {least.word} may. "
+        detail += "An operator gives roles: console_submitters and console_admins in Terraform"
+        raise HTTPException(403, detail.replace("a admin", "an admin"))
+
+
+def _day(text: str) -> str:
+    """A day as 2026-11-26; "" for another text."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        return ""
 
 
 def _page_number(request: Request) -> int:
@@ -355,12 +512,18 @@ def _can_cancel(run: Run, now: datetime) -> bool:
 
 async def _form(request: Request) -> dict[str, str]:
     """The fields of a form that a page sends. A character takes up to three bytes in it. Raises HTTPException."""
+    body = await _body(request, 3 * actions.MAX_SPEC_BYTES)
+    return dict(parse_qsl(body.decode("ascii", "replace"), max_num_fields=8))
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body of a request. Raises HTTPException if it has more bytes than the limit."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > 3 * actions.MAX_SPEC_BYTES:
-            raise HTTPException(413, f"the form is too large; a spec has at most {actions.MAX_SPEC_BYTES:,} bytes")
-    return dict(parse_qsl(body.decode("ascii", "replace"), max_num_fields=8))
+        if len(body) > most:
+            raise HTTPException(413, f"the page sent too much; a spec has at most {actions.MAX_SPEC_BYTES:,} bytes")
+    return body
 
 
 def _fields(problem: dict[str, Any]) -> dict[str, Any]:

@@ -14,17 +14,19 @@ from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
-from dropforge.index import READERS, read_summary
+from dropforge.index import READERS, read_summary, uncollected
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import JobEvent, Progress, Started, read_job_event
 from dropforge.run.record import Record
-from dropforge.run.series import SeriesReader
+from dropforge.run.series import Kept, SeriesReader
+from dropforge.run.spans import Span, reports_of, spans_of
 from dropforge.run.store import RunStore
 from dropforge.run.summary import Summary
 from dropforge.spec import JobSpec
 
 T = TypeVar("T")
 
+PAGE = 1000  # records that one request lists
 KEPT = 200  # runs whose record, whose samples, or whose manifest in short are kept
 JOURNALS = 20  # runs whose events are kept; those of a long run take some 20 MB
 
@@ -79,7 +81,7 @@ class Journal:
         self._run = run
         self._told: list[Progress] = []
         self._readers: dict[int, SeriesReader] = {}
-        self._generations: dict[int, int] = {}
+        self._kept: dict[int, Kept] = {}
         self._points: dict[int, list[Progress]] = {}
         self._finished: set[int] = set()  # the attempts whose series no longer changes
         self._last = names.events_prefix(run)
@@ -89,6 +91,11 @@ class Journal:
     def progress(self) -> list[Progress]:
         # A copy of the values, in one operation: another thread may add an attempt meanwhile.
         return [*self._told, *chain.from_iterable(list(self._points.values()))]
+
+    @property
+    def series(self) -> dict[int, Kept]:
+        """The series by attempt."""
+        return dict(self._kept)
 
     def refresh(self, attempt: int) -> bool:
         """Read what is new up to an attempt, the newest of the run; return whether there was anything."""
@@ -122,9 +129,11 @@ class Journal:
         """Read the series of an attempt, if it has changed. While the object is no series, the one before counts."""
         reader = self._readers.setdefault(attempt, self._store.series_reader(self._run, attempt))
         kept = reader.read()
-        if kept is None or kept.generation == self._generations.get(attempt):
+        known = self._kept.get(attempt)
+        if kept is None or (known is not None and kept.generation == known.generation):
             return False
-        self._generations[attempt], self._points[attempt] = kept.generation, kept.series.points()
+        with uncollected():
+            self._kept[attempt], self._points[attempt] = kept, kept.series.points()
         return True
 
 
@@ -153,9 +162,11 @@ class Reader:
 
     def _refresh_runs(self) -> set[str]:
         """The first look lists the summaries. The next looks list the generations, and read the changed records."""
-        listed = [] if self._generations else list(self.store.listed())
-        present = {each.run: each.generation for each in listed} if listed else self.store.generations()
-        known = {each.run: summary for each in listed if (summary := each.summary)}
+        known: dict[str, Summary] = {}
+        if self._generations:
+            present = self.store.generations(sorted(self._generations)[PAGE::PAGE])
+        else:
+            present = self._list_summaries(known)
         changed = {run for run, generation in present.items() if self._generations.get(run) != generation}
         with ThreadPoolExecutor(READERS) as pool:
             read = [summary for summary in pool.map(self._read_summary, changed - known.keys()) if summary]
@@ -164,6 +175,16 @@ class Reader:
             self._newest = sorted(self._summaries.values(), key=lambda run: run.created, reverse=True)
         self._generations = present
         return changed
+
+    def _list_summaries(self, known: dict[str, Summary]) -> dict[str, int]:
+        """Add the summaries that can be believed to `known`; return the generation of every record."""
+        present = {}
+        with uncollected():
+            for listed in self.store.listed():
+                present[listed.run] = listed.generation
+                if summary := listed.summary:
+                    known[listed.run] = summary
+        return present
 
     def _refresh_endpoints(self) -> set[str]:
         blobs = self.store.bucket.client.list_blobs(
@@ -218,6 +239,11 @@ class Reader:
         journal.refresh(self._attempt(run))
         return journal
 
+    def spans(self, record: Record) -> list[Span]:
+        """The spans of a run's trace so far."""
+        series = self.journal(record.run).series
+        return spans_of(record, reports_of(self.store, record, series) if record.attempts else {})
+
     def samples(self, run: str) -> list[dict[str, Any]]:
         """The held-out rows of a run with the answers before and after the training; empty without such rows."""
         return self._samples.of(run, self._generations.get(run))
@@ -229,12 +255,14 @@ class Reader:
             return {run: committed for run, committed in found if committed is not None}
 
     def _read_samples(self, run: str) -> list[dict[str, Any]]:
+        """The rows of samples.json. A container has written it: what is no row is left out."""
         client, bucket = self.store.bucket.client, self.store.bucket.name
         try:
             manifest = read_manifest(client, bucket, run)
-            return list(json.loads(read_artifact(client, bucket, manifest, "samples.json"))) if manifest else []
-        except (NotFound, Malformed, ValueError):
+            found = json.loads(read_artifact(client, bucket, manifest, "samples.json")) if manifest else []
+        except (NotFound, Malformed, ValueError, RecursionError):
             return []
+        return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
     def _read_committed(self, run: str) -> Committed | None:
         try:

@@ -1,4 +1,4 @@
-"""Serve the console on 127.0.0.1, for the people at this machine."""
+"""Serve the console: on 127.0.0.1 for the people at this machine, or in a container on Cloud Run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import uvicorn
 
 from dropforge.context import Context
 
-from .access import Access
+from .access import Gate
 from .app import create_app
 from .pages import LogReader
+from .playground import TokenOf
+from .preflight import Ask
 
 STOP_SECONDS = 2  # for open streams: uvicorn waits for them
 HOST = "127.0.0.1"
 
 
-def listen(port: int) -> socket.socket:
+def listen(port: int, address: str = HOST) -> socket.socket:
     """Return a socket that listens at a port of this machine; 0 is any free port. Raises OSError for a port in use."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, port))
+        listener.bind((address, port))
         listener.listen()  # a browser that is quicker than the server waits
     except OSError:
         listener.close()
@@ -36,10 +38,17 @@ def host_of(listener: socket.socket) -> str:
     return f"{HOST}:{listener.getsockname()[1]}"
 
 
-def serve(context: Context, listener: socket.socket, access: Access, read_log: LogReader | None = None) -> None:
+def serve(
+    context: Context,
+    listener: socket.socket,
+    gate: Gate,
+    read_log: LogReader | None = None,
+    token_of: TokenOf | None = None,
+    preflight: Ask | None = None,
+) -> None:
     """Serve at a listening socket until Ctrl-C or SIGTERM."""
     config = uvicorn.Config(
-        create_app(context, access, read_log),
+        create_app(context, gate, read_log, token_of, preflight),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=STOP_SECONDS,

@@ -6,15 +6,20 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dropforge.base.figures import age, duration, number, usd
-from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout
+from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState
+from dropforge.platforms.named import Counted
 from dropforge.run.events import Progress, Started
-from dropforge.run.record import Attempt, LedgerEntry, Record, ResourceState, RunState
+from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState
+from dropforge.run.spans import Span as TraceSpan
+from dropforge.run.spans import in_order
 from dropforge.run.summary import Served, Summary
 from dropforge.spec import JobSpec
+from dropforge.traffic import Traffic
 
+from . import snippets
 from .charts import UNITS, Chart, Curve, Point, chart, smoothed
 from .reader import Run
 
@@ -23,7 +28,14 @@ SHOWN_SAMPLES = 5
 SHOWN_ROLLOUTS = 10
 SHOWN_TEXT = 400  # characters of a sample
 LEAST_WIDTH = 6.0  # units of a stage that took no time to speak of
-SORTS = ("created", "cost", "name", "state")
+SORTS = {
+    "created": "newest",
+    "oldest": "oldest",
+    "cost": "dearest",
+    "metric": "best result",
+    "name": "name",
+    "state": "state",
+}
 
 
 class Status(NamedTuple):
@@ -77,6 +89,7 @@ class Row(NamedTuple):
     cost: str
     created: datetime
     labels: list[str]
+    submitter: str
 
 
 def row(run: Summary, now: datetime) -> Row:
@@ -91,6 +104,7 @@ def row(run: Summary, now: datetime) -> Row:
         usd(run.cost(now)),
         run.created,
         labels(run.labels),
+        run.submitter,
     )
 
 
@@ -99,26 +113,39 @@ def labels(pairs: Mapping[str, str]) -> list[str]:
 
 
 class Wanted(NamedTuple):
-    """Which runs a list has, and in which order. An empty field excludes no run."""
+    """Which runs a list has, and in which order. An empty field excludes no run.
+
+    `since` and `until` are days in UTC, as 2026-11-26: the first and the last day on which a run was created.
+    """
 
     text: str = ""
     state: str = ""
     target: str = ""
+    model: str = ""
+    since: str = ""
+    until: str = ""
     sort: str = "created"
 
     def takes(self, run: Summary) -> bool:
-        """Whether the run has the state and the target, and each word in its id, name, model or labels."""
-        if (self.state and run.state != self.state) or (self.target and run.target != self.target):
+        """Whether the run has the state, target, model and day, and each word in its id, name, model, submitter or
+        labels."""
+        for wanted, found in ((self.state, run.state), (self.target, run.target), (self.model, run.model)):
+            if wanted and found != wanted:
+                return False
+        day = f"{run.created:%Y-%m-%d}"
+        if (self.since and day < self.since) or (self.until and day > self.until):
             return False
-        words = " ".join([run.run, run.name, run.model or "", *labels(run.labels)]).lower()
+        words = " ".join([run.run, run.name, run.model or "", run.submitter, *labels(run.labels)]).lower()
         return all(word in words for word in self.text.lower().split())
 
 
 def selected(runs: Iterable[Summary], wanted: Wanted, now: datetime) -> list[Summary]:
-    """Return the wanted runs: newest first, dearest first, or by name or state. `runs` are newest first."""
+    """Return the wanted runs in their order, one of SORTS. `runs` are newest first."""
     taken = [run for run in runs if wanted.takes(run)]
-    by: dict[str, Callable[[Summary], str | float]] = {
+    by: dict[str, Callable[[Summary], Any]] = {
+        "oldest": lambda run: run.created,
         "cost": lambda run: -(run.cost(now) or 0.0),
+        "metric": _rank,
         "name": lambda run: run.name,
         "state": lambda run: list(RunState).index(run.state),
     }
@@ -151,6 +178,13 @@ def figures(run: Run, latest: Progress | None, now: datetime) -> list[Figure]:
     budget = spec.limits.max_cost_usd if spec else None
     shown.append(Figure("Cost so far", usd(record.cost(now)), f"of {usd(budget)}" if budget else ""))
     return shown
+
+
+def percent(record: Record, latest: Progress | None) -> int | None:
+    """The share of the training's steps that a training has done; None unless a run trains."""
+    if record.state is not RunState.TRAINING or latest is None or not latest.total_steps:
+        return None
+    return min(100, 100 * latest.step // latest.total_steps)
 
 
 def measured(record: Record) -> list[tuple[str, str, str]]:
@@ -222,16 +256,61 @@ _STAGES = {
 }
 
 
-class Axis(NamedTuple):
-    """The x axis of the curves: where an event lies on it, and the text of its labels."""
+class Part(NamedTuple):
+    """A span of the run's trace as a row: `x` and `width` of its bar are in percent of the run's time."""
 
-    place: Callable[[Progress], float]
+    label: str
+    depth: int
+    after: str
+    lasted: str
+    x: float
+    width: float
+    tone: str
+    problem: str
+
+
+def parts(spans: Sequence[TraceSpan], now: datetime) -> list[Part]:
+    """Return the spans of a run (run/spans.py) as a tree. A span may last longer than the run, as its endpoint does."""
+    root = spans[0]
+    whole = max(root.seconds(now), 1e-6)
+    shown = []
+    for span in in_order(spans):
+        begins, ends = (
+            min(max((time - root.began).total_seconds() / whole, 0.0), 1.0) for time in (span.began, span.ended or now)
+        )
+        x = min(100 * begins, 99.0)
+        shown.append(
+            Part(
+                span.label,
+                min(span.depth, 3),
+                duration((span.began - root.began).total_seconds()),
+                duration(span.seconds(now)) + ("" if span.ended else " so far"),
+                round(x, 2),
+                round(max(100 * (ends - begins), 0.5), 2),
+                _tone(span),
+                f"{span.error_type}: {span.problem}" if span.problem else "",
+            )
+        )
+    return shown
+
+
+def _tone(span: TraceSpan) -> str:
+    if span.problem:
+        return "bad"
+    return "hatch" if span.name.startswith("wait") else "off" if span.ended else "run"
+
+
+class Axis(NamedTuple):
+    """The x axis of the curves: where an event lies on it (None: unknown), and the text of its labels."""
+
+    place: Callable[[Progress], float | None]
     text: Callable[[float], str]
 
 
 AXES: dict[str, Axis] = {
     "step": Axis(lambda event: float(event.step), lambda x: f"{x:,.0f}" if x == round(x) else f"{x:g}"),
     "epoch": Axis(lambda event: event.epoch or 0.0, lambda x: f"{x:.4g}"),
+    "tokens": Axis(lambda event: event.tokens, lambda x: f"{x:,.0f}" if x < 1e6 else f"{x / 1e6:g} M"),
     "time": Axis(lambda event: event.time.timestamp(), lambda x: duration(x) if x >= 120 else f"{x:.0f} s"),
 }
 
@@ -240,8 +319,12 @@ class Curves(NamedTuple):
     """The curves of a run's training; each is None without a value."""
 
     loss: Chart | None
+    has_held_out: bool
     learning_rate: Chart | None
     throughput: Chart | None
+    accelerator: Chart | None
+    busy: Chart | None
+    host: Chart | None
 
 
 def curves(
@@ -256,9 +339,17 @@ def curves(
         return chart([Curve("bold", drawn)], summary, x_text=axis.text, x_end=end, from_zero=True)
 
     end = float(order[-1].total_steps) if by == "step" and order else 0.0
-    losses, older = loss_points(progress, by), smoothed(loss_points(before, by))
+    losses, older = _losses(order, by), smoothed(loss_points(before, by))
     summary = f"Training loss by {by}: from {number(losses[0][1])} to {number(losses[-1][1])}" if losses else ""
-    shown = [Curve("past", older), Curve("pale", losses), Curve("bold", smoothed(losses))]
+    held_out = _points(order, by, _held_out)
+    if held_out:
+        summary += f"; on held-out rows from {number(held_out[0][1])} to {number(held_out[-1][1])}"
+    shown = [
+        Curve("past", older),
+        Curve("pale", losses),
+        Curve("bold", smoothed(losses)),
+        Curve("held", held_out, has_dots=True),
+    ]
     loss = (
         chart(shown, summary, x_end=end, x_text=axis.text, logarithmic=log, marks=_resumes(starts, by))
         if losses
@@ -266,22 +357,47 @@ def curves(
     )
     return Curves(
         loss,
+        bool(held_out),
         one("Learning rate", lambda event: event.learning_rate),
         one("Tokens per second", lambda event: event.tokens_per_second),
+        one("Accelerator memory in GiB", lambda event: _gib(event.accelerator_mib)),
+        one("Accelerator busy in %", lambda event: _percent(event.accelerator_busy)),
+        one("Host memory in GiB", lambda event: _gib(event.host_mib)),
     )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _gib(mib: int | None) -> float | None:
+    return None if mib is None else mib / 1024
 
 
 def loss_points(progress: Sequence[Progress], by: str) -> list[Point]:
     """Return the losses of a run, each once: a training measures its loss less often than it reports it."""
-    order = _without_lost_steps(progress)
+    return _losses(_without_lost_steps(progress), by)
+
+
+def _losses(order: Sequence[Progress], by: str) -> list[Point]:
     new = [event for event, last in zip(order, [None, *order], strict=False) if not last or event.loss != last.loss]
     return _points(new, by, lambda event: event.loss)
+
+
+def held_out_points(progress: Sequence[Progress], by: str) -> list[Point]:
+    """Return the losses on held-out rows, which the training has measured now and then."""
+    return _points(_without_lost_steps(progress), by, _held_out)
+
+
+def _held_out(event: Progress) -> float | None:
+    return event.held_out_loss
 
 
 def _points(events: Sequence[Progress], by: str, value: Callable[[Progress], float | None]) -> list[Point]:
     """The known values; the first event is the zero of the axis "time"."""
     began = events[0].time.timestamp() if by == "time" and events else 0.0
-    return [(AXES[by].place(event) - began, found) for event in events if (found := value(event)) is not None]
+    place = AXES[by].place
+    return [(x - began, y) for event in events if (y := value(event)) is not None and (x := place(event)) is not None]
 
 
 def _without_lost_steps(progress: Sequence[Progress]) -> list[Progress]:
@@ -362,12 +478,72 @@ def resources(entries: Iterable[LedgerEntry]) -> list[Resource]:
 
 _NAMED = {
     EndpointState.SERVING: Status("Serving", "good", "tick"),
+    EndpointState.SUSPENDED: Status("Suspended", "hold", "sand"),
     EndpointState.RETIRED: Status("Retired", "off", "bar"),
 }
 
 
+class Version(NamedTuple):
+    """A revision of a named endpoint, and its requests of the last hour; a dash is an unknown value."""
+
+    number: int
+    run: str
+    share: str
+    status: Status
+    requests: str
+    errors: str
+    latency: str
+    cost: str
+
+
+def versions(record: EndpointRecord, now: datetime, traffic: Traffic | None) -> list[Version]:
+    """Return the revisions of an endpoint, newest first."""
+    shares = _shares(record)
+    return [
+        Version(
+            revision.number,
+            revision.run,
+            f"{shares[revision.number]} %" if shares.get(revision.number) else UNKNOWN,
+            _version_status(record, revision, shares),
+            *_counted(traffic.of(record, revision.revision) if traffic and revision.revision else None),
+            usd(revision.cost(now)),
+        )
+        for revision in record.revisions[::-1][:SHOWN_ROLLOUTS]
+    ]
+
+
+def _shares(record: EndpointRecord) -> dict[int, int]:
+    """The percentage of the requests that each revision gets, by its number. A canary has its share from the rest."""
+    if record.state is not EndpointState.SERVING:
+        return {}
+    rollout = record.current
+    if rollout is None or rollout.state is not RolloutState.WATCHING or rollout.canary is None:
+        return {record.stable: 100}
+    return {record.stable: 100 - rollout.canary.percent, rollout.revision: rollout.canary.percent}
+
+
+def _version_status(record: EndpointRecord, revision: Revision, shares: Mapping[int, int]) -> Status:
+    if revision.number == record.stable and shares:
+        return Status("serves", "good", "tick")
+    if revision.number in shares:
+        return Status("canary", "run", "half")
+    return Status("before" if revision.promoted else "never promoted", "off", "ring")
+
+
+def _counted(counted: Counted | None) -> tuple[str, str, str]:
+    if counted is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    latency = UNKNOWN if counted.latency_ms is None else f"{counted.latency_ms:,.0f} ms"
+    return f"{counted.requests:,}", f"{counted.errors:,}", latency
+
+
+def snippet(name: str, endpoint: Endpoint, spec: JobSpec) -> str:
+    """Return a command that asks an endpoint with the template of the training. It has no row of the data."""
+    return snippets.snippet("curl", endpoint, snippets.template_of(spec), snippets.export_of(spec, name))
+
+
 class Named(NamedTuple):
-    """A named endpoint. `can_return`: a model served before, so a rollback is possible."""
+    """A named endpoint. `can_return`: a rollback is possible. `can_end`: the endpoint can be retired."""
 
     name: str
     status: Status
@@ -376,17 +552,22 @@ class Named(NamedTuple):
     cost: str
     expires: datetime | None
     can_return: bool
+    can_end: bool
     rollouts: list[Rollout]
+    versions: list[Version]
+    uncounted: str
+    snippet: str
 
 
-def named(record: EndpointRecord, now: datetime) -> Named:
+def named(record: EndpointRecord, now: datetime, traffic: Traffic | None = None, snippet: str = "") -> Named:
     """Return an endpoint with its newest rollouts first."""
     rollout = record.current
     if rollout is not None:
         shown = Status(str(rollout.state).replace("_", " ").capitalize(), "run", "arrow")
     else:
         shown = _NAMED.get(record.state, Status(str(record.state).capitalize(), "off", "ring"))
-    can_return = bool(record.previous) and rollout is None and record.state is not EndpointState.RETIRED
+    can_end = rollout is None and record.state is not EndpointState.RETIRED
+    can_return = bool(record.previous) and rollout is None and record.state is EndpointState.SERVING
     return Named(
         record.name,
         shown,
@@ -395,7 +576,11 @@ def named(record: EndpointRecord, now: datetime) -> Named:
         usd(record.cost(now)),
         record.expires,
         can_return,
+        can_end,
         record.rollouts[::-1][:SHOWN_ROLLOUTS],
+        versions(record, now, traffic),
+        traffic.problems.get(record.name, "") if traffic else "",
+        snippet,
     )
 
 
@@ -445,11 +630,25 @@ def _known(value: float | None) -> str:
     return UNKNOWN if value is None else number(value)
 
 
-def _main_metric(run: Summary) -> str:
+def _result(run: Summary) -> tuple[str, float] | None:
+    """The metric that says most about a run: that of its gate, else exact match, else the loss; None without one."""
     for name in (run.about.metric if run.about else "", "exact_match", "loss"):
         if (value := run.metrics.get(name)) is not None:
-            return f"{name.replace('_', ' ')} {number(value)}"
-    return UNKNOWN
+            return name, value
+    return None
+
+
+def _rank(run: Summary) -> tuple[bool, str, float]:
+    """The place of a run by its result: the best value of each metric first. Of losses, the lowest is the best."""
+    if (result := _result(run)) is None:
+        return True, "", 0.0
+    name, value = result
+    return False, name, value if "loss" in name else -value
+
+
+def _main_metric(run: Summary) -> str:
+    result = _result(run)
+    return UNKNOWN if result is None else f"{result[0].replace('_', ' ')} {number(result[1])}"
 
 
 def _lifetime(endpoint: Served | None, now: datetime) -> str:

@@ -35,8 +35,15 @@ class Encoded:
 
     input_ids: TokenRows
     labels: TokenRows
-    truncated: int
-    dropped: int
+    truncated: int = 0
+    dropped: int = 0
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Encoded:
+        return cls(TokenRows.of(ids), TokenRows.of(labels))
+
+    def __getitem__(self, chosen: slice) -> Encoded:
+        return Encoded(self.input_ids[chosen], self.labels[chosen])
 
     @property
     def lengths(self) -> list[int]:

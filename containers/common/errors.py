@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
 
 SEE_LOG = "see the container's log for the whole error"
+DIVERGED = "the training diverged: lower training.learning_rate, or look for malformed rows"
 DONE = 0
 BAD_CONFIG = 64
 BAD_DATA = 65
@@ -65,6 +67,13 @@ def forbidden(message: str, hint: str) -> JobError:
 def code_error(message: str, hint: str) -> JobError:
     """A defect of the training code, or training that diverged: another attempt does not help."""
     return JobError(ErrorClass.CODE, INTERNAL, message, hint)
+
+
+def finite(value: float | None, what: str, hint: str = DIVERGED) -> float:
+    """The value. Raises JobError for NaN, infinities and None: a comparison with NaN is always false."""
+    if value is None or not math.isfinite(value):
+        raise code_error(f"{what} is {value}; expected a finite number", hint)
+    return value
 
 
 def infrastructure_error(message: str, hint: str) -> JobError:

@@ -16,6 +16,8 @@ from .errors import config_error
 from .rows import Row, Split
 
 SAMPLES = 5
+# The curve of the held-out loss: its points at most, and the most that it adds to the work of the training.
+CURVE_POINTS, CURVE_SHARE = 20, 0.05
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,18 @@ def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, 
     return Score(loss, right / len(rows), answers)
 
 
-def mean_loss(model: Any, tokenizer: Any, encoded: Encoded) -> float:
-    """Cross-entropy per labelled token."""
+def mean_loss(model: Any, tokenizer: Any, encoded: Encoded, most_tokens: int = LOSS_TOKENS) -> float:
+    """Cross-entropy per labelled token. `most_tokens` are in one batch, unless a row has more.
+
+    Without inference mode: the tensors that it makes are of no use to a training that goes on (FSDP keeps some).
+    """
     import torch
 
     total, count = 0.0, 0
-    for batch in _batches(encoded.lengths, LOSS_TOKENS):
+    for batch in _batches(encoded.lengths, most_tokens):
         inputs, attention = _padded([encoded.input_ids[i] for i in batch], tokenizer.pad_token_id, left=False)
         labels, _ = _padded([encoded.labels[i] for i in batch], IGNORED, left=False)
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = model(input_ids=inputs.to(model.device), attention_mask=attention.to(model.device)).logits
         labelled = labels[:, 1:] != IGNORED
         losses = torch.nn.functional.cross_entropy(
@@ -154,3 +159,12 @@ def _padded(sequences: list[list[int]], filler: int, *, left: bool) -> tuple[Any
         values[row, where] = torch.tensor(sequence)
         mask[row, where] = 1
     return values, mask
+
+
+def steps_between(steps: int, rows_per_step: int, rows: int) -> int:
+    """After how many steps of a training the loss on held-out rows is measured again.
+
+    A forward pass is a third of the work of a step on as many rows.
+    """
+    times = min(CURVE_POINTS, int(CURVE_SHARE * 3 * steps * rows_per_step / rows))
+    return -(-steps // times) if times else steps

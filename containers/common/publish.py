@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from dropforge.spec import JobSpec
 
 from .job import Job
 
+MODEL, BASE = "model", "base"  # what a server loads: a model of its own, or a base for many adapters
 DROPFORGE = "[dropforge](https://dropforge.dev)"
 
 Metrics = dict[str, float | None]
@@ -102,6 +104,9 @@ def publish(
 
     Returns the run's manifest: another attempt's if that attempt committed first.
     """
+    if odd := [name for name, value in metrics.items() if value is not None and not math.isfinite(value)]:
+        names = ", ".join(odd)
+        log(f"not finite, and null in the manifest: {names}", stage="train", run=job.run, severity="WARNING")
     prefix = artifacts.attempt_directory(job.attempt)
     files = artifacts.upload_directory(client, directory, f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}")
     manifest = Manifest(
@@ -111,7 +116,7 @@ def publish(
         spec_sha256=spec_digest(spec),
         base=provenance.base,
         dataset=provenance.dataset,
-        serve_path=f"{prefix}/model",
+        serve_path=f"{prefix}/{MODEL if (directory / MODEL).is_dir() else BASE}",
         adapter_path=f"{prefix}/adapter" if (directory / "adapter").is_dir() else None,
         metrics=metrics,
         files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],

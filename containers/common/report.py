@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
@@ -147,17 +149,45 @@ def progress_seconds(trained: float) -> float:
     return min(max(PROGRESS_SECONDS, PROGRESS_SHARE * trained), PROGRESS_MOST_SECONDS)
 
 
+class Load(NamedTuple):
+    """The load of a training on its machine: memory in MiB, and the share of time in which the accelerator computes.
+
+    A field is None where nobody can measure it.
+    """
+
+    accelerator_mib: int | None = None
+    host_mib: int | None = None
+    accelerator_busy: float | None = None
+
+
+def resident_mib() -> int | None:
+    """The machine's memory that this process has; None where the kernel does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (pages * os.sysconf("SC_PAGE_SIZE")) >> 20
+
+
 class ProgressMeter:
     """Decides when to report progress, and measures the speed from the trainer's step and token counts."""
 
-    def __init__(self, reporter: Reporter, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        reporter: Reporter,
+        total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        load: Callable[[], Load] = Load,
+    ) -> None:
         self._reporter = reporter
+        self._load = load
         self._clock = clock
         self._total = total_steps
         self._began = 0.0
         self._last: tuple[int, int, float] | None = None
         self._loss: float | None = None
         self._learning_rate: float | None = None
+        self._held_out: float | None = None
         self._logged = -math.inf
 
     def begin(self, step: int, tokens: int) -> None:
@@ -170,14 +200,22 @@ class ProgressMeter:
         self._loss = self._loss if loss is None else loss
         self._learning_rate = self._learning_rate if learning_rate is None else learning_rate
 
+    def note_held_out(self, loss: float, seconds: float) -> None:
+        """Keep the loss on held-out rows, for a report of this step. Its `seconds` are no time of training."""
+        assert self._last is not None, "call begin first"
+        step, tokens, then = self._last
+        self._last = (step, tokens, then + seconds)
+        self._held_out = loss
+
     def step(self, step: int, tokens: int, epoch: float | None) -> None:
-        """Count a finished step; report it if a report is due, and always report the last step."""
+        """Count a finished step; report it if a report is due. The last step always is, as one with a held-out loss."""
         assert self._last is not None, "call begin first"
         before, tokens_before, then = self._last
         now = self._clock()
         elapsed, trained = now - then, now - self._began
         is_many = step - before >= PROGRESS_STEPS and trained < PROGRESS_STEPS_SECONDS
-        if step < self._total and not is_many and elapsed < progress_seconds(trained):
+        can_wait = step < self._total and self._held_out is None
+        if can_wait and not is_many and elapsed < progress_seconds(trained):
             return
         self._last = (step, tokens, now)
         rate = (step - before) / elapsed if elapsed > 0 else None
@@ -189,7 +227,11 @@ class ProgressMeter:
             learning_rate=self._learning_rate,
             tokens_per_second=round((tokens - tokens_before) / elapsed, 1) if elapsed > 0 else None,
             eta_seconds=round((self._total - step) / rate, 1) if rate else None,
+            **self._load()._asdict(),
+            tokens=tokens,
+            held_out_loss=self._held_out,
         )
+        self._held_out = None
         self._log(step)
 
     def _log(self, step: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Columns, Dataset, Evaluation
-from dropforge.spec.templates import FORMS, columns_in, shown_columns
+from dropforge.spec.templates import FORMS, MAX_CSV_FIELD, columns_in, shown_columns
 
 from .errors import JobError, data_error, missing, place_of
 
@@ -331,7 +332,8 @@ def _held_out_count(rows: int, evaluation: Evaluation | None) -> int:
         return 0
     wanted = int(rows * evaluation.holdout_fraction)
     if wanted < 1:
-        needed = int(1 / evaluation.holdout_fraction) + 1
+        least = math.ceil(1 / evaluation.holdout_fraction)  # one less than enough for some fractions, by rounding
+        needed = least if int(least * evaluation.holdout_fraction) else least + 1
         raise data_error(
             f"evaluation.holdout_fraction {evaluation.holdout_fraction} of {rows} rows is less than one row; "
             f"expected at least {needed} rows",
@@ -414,10 +416,17 @@ def _read_json(path: Path) -> RawRows:
 
 
 def _read_csv(path: Path) -> RawRows:
+    csv.field_size_limit(MAX_CSV_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(_decoded(file, path), strict=True)
         try:
-            return list(csv.DictReader(_decoded(file, path), strict=True))
+            return list(reader)
         except csv.Error as error:
+            if str(error).startswith("field larger"):
+                raise data_error(
+                    f"line {reader.line_num + 1} of the data set has a field of more than {MAX_CSV_FIELD} characters",
+                    "look for a quote that is not closed, or split the text into several rows",
+                ) from None
             raise data_error(f"the data set is not CSV: {error}") from None
 
 

@@ -12,6 +12,7 @@ from dropforge.run.seal import Distribution, Noise, Seal, SealedRow
 from dropforge.spec import JobSpec
 
 from .chat import encode_prompt, stop_ids
+from .errors import finite
 from .evaluation import generate_ids
 from .rows import Row
 
@@ -89,6 +90,7 @@ def distributions(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> l
         with torch.inference_mode():
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
             best = logits.float().log_softmax(-1).topk(min(seal.TOP, logits.shape[-1]))
+        finite(float(best.values.sum()), "the sum of the log-probabilities of the exported model's answer")
         result.append(
             [
                 dict(zip(row, (round(value, DECIMALS) for value in values), strict=True))

@@ -31,6 +31,10 @@ class TokenRows(Sequence[list[int]]):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def row(self, index: int) -> Ints:
+        """A row without a copy."""
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
     @overload
     def __getitem__(self, index: int) -> list[int]: ...
 
@@ -40,7 +44,7 @@ class TokenRows(Sequence[list[int]]):
     def __getitem__(self, index: int | slice) -> list[int] | TokenRows:
         chosen = range(len(self))[index]
         if isinstance(chosen, int):
-            return [int(value) for value in self.values[self.starts[chosen] : self.starts[chosen + 1]]]
+            return [int(value) for value in self.row(chosen)]
         if chosen.step != 1:
             return TokenRows.of(self[row] for row in chosen)
         return TokenRows(self.values, self.starts[chosen.start : max(chosen.start, chosen.stop) + 1])

@@ -69,7 +69,7 @@ class Tokeniser:
         chunks = list(self._chunks(rows, max_length, source, processes))
         encoded = chat.join(self.tokenizer, rows, chunks, max_length, source)
         seconds = round(time.monotonic() - began, 1)
-        log("tokenised", stage="train", rows=len(rows), seconds=seconds, processes=processes)
+        log(f"tokenised {len(rows):,} rows", stage="train", rows=len(rows), seconds=seconds, processes=processes)
         if self.cache:
             self.cache.write(key, encoded)
         return encoded

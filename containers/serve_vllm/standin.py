@@ -1,16 +1,19 @@
-"""`transformers serve` with the token ids and probabilities that stage deploy asks for: `python -m … MODEL PORT`.
+"""`transformers serve` with what vLLM has beyond it: `python -m … MODEL PORT [NAME=DIRECTORY …]`.
 
 transformers 5.23 ignores requests for log-probabilities, and takes no token ids as a prompt. This process answers both
-in vLLM's format (`return_token_ids`, `prompt_logprobs`, a list of ids as `prompt`), with the model that it serves. The
-gate in front of it refuses what it does not do.
+in vLLM's format (`return_token_ids`, `prompt_logprobs`, a list of ids as `prompt`), with the model that it serves. A
+request for a NAME is answered with the adapter in its DIRECTORY, every other request with the model alone. The gate in
+front of it refuses what it does not do.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from fastapi import HTTPException
@@ -31,11 +34,53 @@ class Manager(utils.GenerateManager):  # type: ignore[misc]
         return text, length, ids
 
 
+class View:
+    """The model with one of its adapters (""; with none). All requests share the model's weights.
+
+    transformers computes on one thread per model, so the choice holds until the end of a computation.
+    """
+
+    def __init__(self, model: Any, adapter: str) -> None:
+        self._model = model
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self._chosen():
+            return self._model(*args, **options)
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        with self._chosen():
+            return self._model.generate(*args, **options)
+
+    def _chosen(self) -> AbstractContextManager[Any]:
+        if not self._adapter:
+            return self._model.disable_adapter()  # type: ignore[no-any-return]
+        self._model.set_adapter(self._adapter)
+        return nullcontext()
+
+
 class Models(model_manager.ModelManager):  # type: ignore[misc]
     """Loads the tokenizer alone of a model that also sees (Gemma 3): its image processor needs Pillow or torchvision.
 
-    The gate refuses requests with images.
+    The gate refuses requests with images. Loads the adapters with the model.
     """
+
+    adapters: ClassVar[dict[str, str]] = {}  # directories by name
+
+    def _load_model(self, *args: Any, **options: Any) -> Any:
+        model = super()._load_model(*args, **options)
+        if not self.adapters:
+            return model
+        from peft import PeftModel
+
+        (first, directory), *others = self.adapters.items()
+        model = PeftModel.from_pretrained(model, directory, adapter_name=first)
+        for name, directory in others:
+            model.load_adapter(directory, adapter_name=name)
+        return model.eval()
 
     def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
         directory = model_id_and_revision.rpartition("@")[0]
@@ -43,7 +88,18 @@ class Models(model_manager.ModelManager):  # type: ignore[misc]
 
 
 class Sampling:
-    """Samples where a request gives a temperature: transformers ignores it if the model's default is greedy."""
+    """Samples where a request gives a temperature: transformers ignores it if the model's default is greedy.
+
+    Answers with the adapter that a request names.
+    """
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        adapters = Models.adapters
+        adapter = body["model"] if body.get("model") in adapters else ""
+        if adapter:
+            body["model"] = self.model_manager.force_model  # type: ignore[attr-defined]
+        name, model, processor = super()._resolve_model(body)  # type: ignore[misc]
+        return name, View(model, adapter) if adapters else model, processor
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
         config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
@@ -70,6 +126,7 @@ class Completions(Sampling, completion.CompletionHandler):  # type: ignore[misc]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         is_asked, count = body.pop("return_token_ids", False), body.pop("prompt_logprobs", None)
+        asked = body.get("model")  # transformers writes the name of the model that answers in its place
         if isinstance(body.get("prompt"), list):
             response = await self._answer_ids(body, request_id)
         else:
@@ -82,8 +139,8 @@ class Completions(Sampling, completion.CompletionHandler):  # type: ignore[misc]
         if is_asked:
             choice |= {"prompt_token_ids": prompt, "token_ids": answer}
         if count:
-            _, model, _ = self._resolve_model(body)
-            manager = self.generation_state.get_manager(body["model"])
+            name, model, _ = self._resolve_model({**body, "model": asked})
+            manager = self.generation_state.get_manager(name)
             choice["prompt_logprobs"] = await manager.async_submit(prompt_logprobs, model, prompt, count)
         return JSONResponse(content)
 
@@ -118,14 +175,17 @@ def _ids(tensor: Any) -> list[int]:
     return [int(token) for token in tensor]
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, *adapters: str) -> None:
     """Serve until SIGTERM."""
+    Models.adapters = dict(each.split("=", 1) for each in adapters)
     # `Serve` has no parameters for them; it looks the classes up when it is called.
     model_manager.ModelManager = Models
     utils.GenerateManager = Manager
     chat_completion.ChatCompletionHandler = Chats
     completion.CompletionHandler = Completions
-    Serve(model, device="cpu", dtype="auto", host="127.0.0.1", port=int(port))
+    # The log of an endpoint has its start and its errors, as that of vLLM; a line for each request would bury them.
+    logging.getLogger("uvicorn.access").addFilter(lambda record: False)
+    Serve(model, device="cpu", dtype="auto", host="127.0.0.1", port=int(port), log_level="error")
 
 
 if __name__ == "__main__":

@@ -13,54 +13,31 @@ from typing import Any
 
 import numpy as np
 
-from containers.common.chat import IGNORED
-
-Ints = np.ndarray[Any, np.dtype[np.int32]]
-_ARRAYS = ("ids", "labels", "starts")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of token ids, concatenated. A label is its id where the token has a loss, else IGNORED."""
-
-    ids: Ints
-    labels: Ints
-    starts: Ints  # row i is [starts[i], starts[i + 1]), so there is one start more than rows
-
-    @classmethod
-    def of(cls, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Rows:
-        starts = np.cumsum([0, *map(len, ids)])
-        return cls(_flat(ids), _flat(labels), starts.astype(np.int32))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def lengths(self) -> list[int]:
-        return [int(length) for length in np.diff(self.starts)]
-
-    def row(self, index: int) -> tuple[Ints, Ints]:
-        part = slice(self.starts[index], self.starts[index + 1])
-        return self.ids[part], self.labels[part]
+from containers.common.chat import IGNORED, Encoded
+from containers.common.token_rows import Ints, TokenRows
 
 
 @dataclass(frozen=True)
 class Data:
     """The training data. A sequence is a list of rows that together fit `length` tokens."""
 
-    train: Rows
-    probe: Rows  # held-out rows, or training rows where none are held out: stages compare their loss on them
+    train: Encoded
+    probe: Encoded  # held-out rows, or training rows where none are held out: stages compare their loss on them
     sequences: list[list[int]]
     length: int
-    held_out: Rows = field(default_factory=lambda: Rows.of([], []))
+    held_out: Encoded = field(default_factory=lambda: Encoded.of([], []))
     # The number of tokens at the end of each held-out row that are its answer; 0 for an answer that cannot be matched.
+    # The rows that did not fit `length`, and so are not in `held_out`, come last: their answers count, too.
     answers: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def save(self, path: Path) -> None:
         parts = {"train": self.train, "probe": self.probe, "held_out": self.held_out}
+        arrays: dict[str, Any] = {f"{part}_ids": rows.input_ids.values for part, rows in parts.items()}
+        arrays |= {f"{part}_labels": rows.labels.values for part, rows in parts.items()}
+        arrays |= {f"{part}_starts": rows.input_ids.starts for part, rows in parts.items()}
         np.savez(
             path,
-            **{f"{part}_{name}": getattr(rows, name) for part, rows in parts.items() for name in _ARRAYS},
+            **arrays,
             sequences=_flat(self.sequences),
             sequence_starts=np.cumsum([0, *map(len, self.sequences)]),
             length=np.array(self.length),
@@ -72,7 +49,11 @@ class Data:
         with np.load(path) as arrays:
             starts, flat = arrays["sequence_starts"], arrays["sequences"]
             train, probe, held_out = (
-                Rows(*(arrays[f"{part}_{name}"] for name in _ARRAYS)) for part in ("train", "probe", "held_out")
+                Encoded(
+                    TokenRows(arrays[f"{part}_ids"], arrays[f"{part}_starts"]),
+                    TokenRows(arrays[f"{part}_labels"], arrays[f"{part}_starts"]),
+                )
+                for part in ("train", "probe", "held_out")
             )
             sequences = [flat[a:b].tolist() for a, b in pairwise(starts)]
             return cls(train, probe, sequences, int(arrays["length"]), held_out, arrays["answers"])
@@ -88,16 +69,21 @@ class Data:
 
     def probes(self, size: int) -> list[dict[str, Ints]]:
         """The probe rows, one per sequence, in batches of `size`; empty sequences fill the last batch."""
-        return [collate(self.probe, chosen, self.length) for chosen in _alone(len(self.probe), size)]
+        return [collate(self.probe, chosen, self.length) for chosen in _alone(len(self.probe.input_ids), size)]
 
     def judged(self, size: int) -> Iterator[dict[str, Ints]]:
         """The held-out rows as `probes` gives them, with `answers`: 1 at the targets that are tokens of an answer."""
-        for chosen in _alone(len(self.held_out), size):
+        lengths = self.held_out.lengths
+        for chosen in _alone(len(lengths), size):
             marks = np.zeros((size, self.length), np.int32)
             for line, row in enumerate(index for sequence in chosen for index in sequence):
-                last = self.held_out.lengths[row] - 1  # a token is the target at the position before it
+                last = lengths[row] - 1  # a token is the target at the position before it
                 marks[line, last - int(self.answers[row]) : last] = 1
             yield {**collate(self.held_out, chosen, self.length), "answers": marks}
+
+    def exact_match(self, matches: float) -> float | None:
+        """The share of the held-out rows that `matches` are; None for plain texts, which have no answers."""
+        return matches / len(self.answers) if len(self.answers) else None
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -119,14 +105,14 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     return sequences
 
 
-def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict[str, Ints]:
+def collate(rows: Encoded, sequences: Sequence[Sequence[int]], length: int) -> dict[str, Ints]:
     """MaxText's batch: each token's target is the label of the next token; segments separate the rows of a sequence."""
     shape = (len(sequences), length)
     inputs, positions, segments, targets, labelled = (np.zeros(shape, np.int32) for _ in range(5))
     for line, sequence in enumerate(sequences):
         at = 0
         for number, row in enumerate(sequence, start=1):
-            ids, labels = rows.row(row)
+            ids, labels = rows.input_ids.row(row), rows.labels.row(row)
             whole, shifted = slice(at, at + len(ids)), slice(at, at + len(ids) - 1)
             inputs[line, whole], positions[line, whole], segments[line, whole] = ids, np.arange(len(ids)), number
             targets[line, shifted] = ids[1:]

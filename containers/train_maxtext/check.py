@@ -15,11 +15,10 @@ from containers.common import chat, sealing
 from containers.common.errors import JobError, code_error
 from containers.common.evaluation import SAMPLES, generate, mean_loss, write_samples
 from containers.common.rows import Row
-from containers.common.token_rows import TokenRows
 from dropforge.base.log import log
 from dropforge.fit.maxtext import SEALED_ROWS
 
-from .batches import Data, Rows
+from .batches import Data
 from .stages import stage_main
 from .work import Result, Work
 
@@ -46,7 +45,7 @@ def run(work: Work) -> Result:
     model, missing = load(directory, spec.model.trust_remote_code)
     check_weights(model, missing)
     check_files(directory, model)
-    probe = mean_loss(model, tokenizer, encoded(Data.load(work.rows).probe))
+    probe = mean_loss(model, tokenizer, Data.load(work.rows).probe)
     tolerance = LOSS_TOLERANCE["bfloat16" if prepared["tpu"] else prepared["dtype"]]
     if not abs(probe - trained["loss"]) <= tolerance:
         raise mismatch(f"it has the loss {probe:.6f} where the trained one has {trained['loss']:.6f} (+- {tolerance})")
@@ -116,11 +115,6 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:
         directory, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     return model.eval(), [*info["missing_keys"], *map(str, info["mismatched_keys"])]
-
-
-def encoded(rows: Rows) -> chat.Encoded:
-    parts = [rows.row(index) for index in range(len(rows))]
-    return chat.Encoded(TokenRows.of(ids for ids, _ in parts), TokenRows.of(labels for _, labels in parts), 0, 0)
 
 
 def mismatch(difference: str) -> JobError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from maxtext.trainers.post_train.sft.hooks import SFTDataHooks
 from maxtext.utils.sharding import get_input_data_sharding
 from tunix.sft.hooks import TrainingHooks
 
-from containers.common.errors import code_error
+from containers.common.errors import finite
 
 from .batches import Data, part
 
@@ -45,33 +44,47 @@ class BatchHooks(SFTDataHooks):  # type: ignore[misc]
         return self.train_batch
 
 
-class StepHooks(TrainingHooks):  # type: ignore[misc]
-    """Reports each step: loss, tokens, seconds. The trainer ends a step only after the step that follows it has run."""
+class Curve(NamedTuple):
+    """The loss on the probe rows while the model trains: `measure` it after each multiple of `every` steps."""
 
-    def __init__(self, report: Report, steps: int) -> None:
+    measure: Callable[[], float]
+    every: int
+
+
+class StepHooks(TrainingHooks):  # type: ignore[misc]
+    """Reports each step: loss, tokens, seconds. The trainer ends a step only after the step that follows it has run.
+
+    With a curve, the report of a step may have `held_out_loss`. The time to measure it does not count as training.
+    Every host measures at the same steps, because a forward pass needs all of them.
+    """
+
+    def __init__(self, report: Report, steps: int, curve: Curve | None = None) -> None:
+        self.measured: dict[int, dict[str, float]] = {}  # by step: the loss on the probe rows, and its seconds
         self.tokens: dict[int, int] = {}
         self.total_tokens = 0
         self.losses: list[float] = []
         self.began = 0.0
         self._report = report
         self._steps = steps
+        self._curve = curve
+        self._first = 0
 
     def on_train_start(self, train_ctx: Any) -> None:
         self.began = time.monotonic()
+        self._first = train_ctx.train_steps
 
-    def on_train_end(self, train_ctx: Any) -> None: ...
+    def on_train_end(self, train_ctx: Any) -> None:
+        if train_ctx.train_steps == self._steps:
+            self._measure(self._steps)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
         step = train_ctx.train_steps
+        if self._curve is not None and step % self._curve.every == 0:
+            self._measure(step)
         self.tokens[step] = self.tokens.get(step, 0) + train_ctx.data_hooks.train_tokens
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: Any) -> None:
-        loss = float(train_loss)
-        if not math.isfinite(loss):
-            raise code_error(
-                f"the loss of step {train_step} is {loss}; expected a finite number",
-                "lower training.learning_rate, or look for malformed rows",
-            )
+        loss = finite(float(train_loss), f"the loss of step {train_step}")
         self.losses.append(loss)
         self.total_tokens += self.tokens.pop(train_step - 1, 0)
         self._report(
@@ -80,11 +93,22 @@ class StepHooks(TrainingHooks):  # type: ignore[misc]
             loss=loss,
             tokens=self.total_tokens,
             seconds=round(time.monotonic() - self.began, 3),
+            **self.measured.get(train_step, {}),
         )
 
     def on_eval_step_start(self, train_ctx: Any) -> None: ...
 
     def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None: ...
+
+    def _measure(self, step: int) -> None:
+        """Measure the loss of the model after `step`, once; not of the model that the training begins with."""
+        if self._curve is None or step == self._first or step in self.measured:
+            return
+        began = time.monotonic()
+        loss = self._curve.measure()
+        seconds = time.monotonic() - began
+        self.measured[step] = {"held_out_loss": loss, "held_out_seconds": seconds}
+        self.began += seconds
 
     def summary(self) -> dict[str, Any]:
         return {"train_loss": self.losses[-1] if self.losses else None, "tokens": self.total_tokens}
@@ -112,10 +136,9 @@ def judge(trainer: Any, mesh: Any, config: Any, data: Data, hooks: BatchHooks) -
         for batch in data.judged(config.micro_batch_size_to_eval_on):
             found = _judge_batch(trainer.model, hooks.put(batch))
             sums = {name: value + float(found[name]) for name, value in sums.items()}
-    if not len(data.held_out):
+    if not len(data.held_out.input_ids):
         return {}
-    exact_match = sums["matches"] / len(data.held_out) if len(data.answers) else None
-    return {"loss": sums["loss"] / max(1.0, sums["tokens"]), "exact_match": exact_match}
+    return {"loss": sums["loss"] / max(1.0, sums["tokens"]), "exact_match": data.exact_match(sums["matches"])}
 
 
 @nnx.jit  # type: ignore[untyped-decorator]

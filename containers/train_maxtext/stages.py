@@ -22,6 +22,7 @@ from containers.common.job import Job
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
 
+from .maxtext_settings import on_tpu
 from .work import Result, Work
 
 # The module of each stage. "check" is the second half of the export: it needs another interpreter.
@@ -157,6 +158,9 @@ class Runner:
         environment |= {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
         if stage in ("import", "export"):
             environment["JAX_PLATFORMS"] = "cpu"
+        elif stage == "train" and on_tpu():
+            # JAX fails then without chips. By itself it would train on the CPU of a machine that is paid for its chips.
+            environment["JAX_PLATFORMS"] = "tpu,cpu"
         return environment
 
 

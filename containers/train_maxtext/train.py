@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from containers.common.evaluation import steps_between
 from dropforge.spec import JobSpec
 
 from .batches import Data
@@ -49,7 +50,7 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     from maxtext.configs import pyconfig
     from maxtext.trainers.post_train.sft import train_sft
 
-    from .hooks import BatchHooks, StepHooks, judge, probe_loss
+    from .hooks import BatchHooks, Curve, StepHooks, judge, probe_loss
 
     parse_flags()
     spec, prepared, data = work.spec, work.done("prepare"), Data.load(work.rows)
@@ -61,10 +62,14 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     accumulate_in_optimizer(trainer)
     resumed = trainer.train_steps
     source = batches(data, config.micro_batch_size_to_train_on, spec, resumed, steps, stop)
-    batch_hooks, step_hooks = BatchHooks(config, mesh, source), StepHooks(report, steps)
+    batch_hooks = BatchHooks(config, mesh, source)
+    now = (trainer, mesh, config, data, batch_hooks)
+    curve = None
+    if spec.evaluation and prepared["rows_eval"]:
+        curve = Curve(lambda: probe_loss(*now), steps_between_probes(config, data, steps))
+    step_hooks = StepHooks(report, steps, curve)
     trainer.with_data_hooks(batch_hooks)
     trainer.with_training_hooks(step_hooks)
-    now = (trainer, mesh, config, data, batch_hooks)
     before, judged_before = (probe_loss(*now), judge(*now)) if resumed == 0 else (None, None)
     report(step=resumed, total_steps=steps, loss_before=before, judged_before=judged_before, **size)
     began = time.monotonic()
@@ -72,6 +77,7 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     seconds = time.monotonic() - began
     reached = int(trainer.train_steps)
     stopped = stop() and reached < steps
+    measured = step_hooks.measured.get(reached, {}).get("held_out_loss")
     return {
         "step": reached,
         "total_steps": steps,
@@ -80,12 +86,20 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
         "stopped": stopped,
         "loss_before": before,
         "judged_before": judged_before,
-        "loss": None if stopped else probe_loss(*now),
+        "loss": None if stopped else probe_loss(*now) if measured is None else measured,
         "judged": None if stopped else judge(*now),
         "train_seconds": round(seconds, 3),
         **size,
         **step_hooks.summary(),
     }
+
+
+def steps_between_probes(config: Any, data: Data, steps: int) -> int:
+    """After how many steps the loss on the probe rows is measured again. Every sequence of a batch costs the same."""
+    batches = data.probes(config.micro_batch_size_to_eval_on)
+    probed = len(batches) * config.micro_batch_size_to_eval_on
+    trained = config.micro_batch_size_to_train_on * config.gradient_accumulation_steps
+    return steps_between(steps, trained, probed)
 
 
 def parse_flags() -> None:

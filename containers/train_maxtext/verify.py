@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
-from containers.common.errors import code_error, data_error
+from containers.common.errors import code_error, data_error, finite
 
 from .stages import stage_main
 from .work import Result, Work
@@ -37,9 +36,7 @@ def check_trained(trained: dict[str, Any]) -> None:
         value = trained[name]
         if value is None and name == "train_loss":
             continue  # this attempt had no step left to train
-        if value is None or not math.isfinite(value):
-            message = f"the {name} after step {step} is {value}; expected a finite number"
-            raise code_error(message, "lower training.learning_rate")
+        finite(value, f"the {name} after step {step}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Watch:
     def _report(self, report: dict[str, Any]) -> None:
         if self._meter is None:  # the trainer's first report has no step
             self._meter = ProgressMeter(self._reporter, report["total_steps"])
-            self._meter.begin(report["step"], 0)
+            self._meter.begin(report["step"], self._notes.get("tokens", 0))
             size = {name: report[name] for name in ("rows_per_step", "tokens_per_step")}
             log("training", stage="train", step=report["step"], total_steps=report["total_steps"], **size)
             if report["loss_before"] is not None:
@@ -76,7 +76,10 @@ class Watch:
             return
         self._reports[report["step"]] = report
         self._meter.note(report["loss"], None)
-        self._meter.step(report["step"], report["tokens"], None)
+        if "held_out_loss" in report:
+            self._meter.note_held_out(report["held_out_loss"], report["held_out_seconds"])
+        tokens = self._notes.get("tokens", 0) + report["tokens"]  # the trainer counts those of this attempt
+        self._meter.step(report["step"], tokens, None)
 
     def _steps(self) -> list[int]:
         """The steps with a complete checkpoint: Orbax renames a directory to its number last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,34 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from containers.common.checkpoints import CheckpointStore
-from containers.common.report import ProgressMeter
+from containers.common.errors import finite
+from containers.common.report import Load, ProgressMeter, resident_mib
 from containers.common.stop import StopRequest
 from containers.common.world import World
 
 
+def load_now() -> Load:
+    """The most that this process had on its GPU since the last call, and what it has of the machine's memory."""
+    if not torch.cuda.is_available():
+        return Load(host_mib=resident_mib())
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return Load(most >> 20, resident_mib(), _busy())
+
+
+def _busy() -> float | None:
+    """The share of the last second in which kernels ran on the GPU, by the driver (NVML); None if it does not tell.
+
+    https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html
+    """
+    try:
+        return float(torch.cuda.utilization()) / 100
+    except Exception:  # noqa: BLE001  (the driver's library may be absent, and no training needs it)
+        return None
+
+
 class ReportProgress(TrainerCallback):  # type: ignore[misc]
-    """Sends progress events when the meter says that they are due."""
+    """Sends progress events when the meter says that they are due. Raises JobError if the loss is not finite."""
 
     def __init__(self, meter: ProgressMeter) -> None:
         self._meter = meter
@@ -34,11 +56,39 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         logs = logs or {}
+        # All ranks have the same loss. `train_loss`, logged last, has the steps after the last `loss`, too.
+        for name in ("loss", "train_loss"):
+            if name in logs:
+                finite(logs[name], f"the {name} of step {state.global_step}")
         self._meter.note(logs.get("loss"), logs.get("learning_rate"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             self._meter.step(state.global_step, int(state.num_input_tokens_seen), state.epoch)
+
+
+class MeasureHeldOut(TrainerCallback):  # type: ignore[misc]
+    """Measures the loss on some held-out rows after every few steps, and after the last step.
+
+    Every rank measures the same rows, because a forward pass of FSDP needs all ranks. It must come before
+    ReportProgress, which tells the loss.
+    """
+
+    def __init__(self, meter: ProgressMeter, loss_of: Callable[[Any], float], every: int) -> None:
+        self._meter = meter
+        self._loss_of = loss_of
+        self._every = every
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        if state.global_step % self._every and state.global_step < state.max_steps:
+            return
+        began = time.monotonic()
+        model.eval()
+        loss = self._loss_of(model)
+        model.train()
+        self._meter.note_held_out(loss, time.monotonic() - began)
 
 
 class UploadCheckpoints(TrainerCallback):  # type: ignore[misc]

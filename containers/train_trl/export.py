@@ -10,6 +10,7 @@ from typing import Any
 
 from containers.common.chat import encode_prompt, stop_ids
 from containers.common.errors import code_error
+from containers.common.publish import BASE, MODEL
 from containers.common.rows import Row
 from dropforge.spec import JobSpec
 
@@ -20,10 +21,13 @@ COPIED = (".json", ".jinja", ".model", ".txt", ".py")
 
 
 def save(base: Path, checkpoint: Path, tokenizer: Any, directory: Path, spec: JobSpec) -> None:
-    """Write model/ and, for an adapter, adapter/ below `directory`. Memory holds a few tensors at once."""
+    """Write model/ and, for an adapter, adapter/ below `directory`. Memory holds a few tensors at once.
+
+    For a shared endpoint, base/ takes the place of model/: the base's weights, to which the adapter is not added.
+    """
     from . import merge
 
-    model = directory / "model"
+    model = served_directory(directory, spec)
     model.mkdir(parents=True)
     for path in base.iterdir():
         if path.suffix in COPIED and path.name != merge.INDEX:
@@ -31,10 +35,23 @@ def save(base: Path, checkpoint: Path, tokenizer: Any, directory: Path, spec: Jo
     if spec.training.adapter.type == "none":
         merge.cast(checkpoint, model, base_dtype(base, spec))
     else:
-        merge.merge_adapter(base, checkpoint, model)
+        if shares(spec):
+            merge.copy_weights(base, model)
+        else:
+            merge.merge_adapter(base, checkpoint, model)
         _save_adapter(checkpoint, directory / "adapter", spec)
     tokenizer.save_pretrained(model)
     _save_generation_config(base, tokenizer, model, spec)
+
+
+def shares(spec: JobSpec) -> bool:
+    """Whether the model is its base with the adapter beside it, for an endpoint of many adapters."""
+    return spec.serve is not None and spec.serve.share
+
+
+def served_directory(directory: Path, spec: JobSpec) -> Path:
+    """The part of an export that a server loads as a model."""
+    return directory / (BASE if shares(spec) else MODEL)
 
 
 def trained_model(base: Path, checkpoint: Path, device_map: Any, spec: JobSpec) -> Any:
@@ -49,8 +66,14 @@ def trained_model(base: Path, checkpoint: Path, device_map: Any, spec: JobSpec) 
 
 
 def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
-    """The saved model, loaded as a server loads it."""
-    return load(directory / "model", device_map, spec)
+    """The saved model, loaded as a server loads it: for a shared endpoint, the base with the adapter beside it."""
+    model = load(served_directory(directory, spec), device_map, spec)
+    if not shares(spec):
+        return model
+    from peft import PeftModel
+
+    # The base's own class, whose layers the adapter has changed.
+    return PeftModel.from_pretrained(model, directory / "adapter").eval().base_model.model
 
 
 def load(directory: Path, device_map: Any, spec: JobSpec) -> Any:
@@ -77,7 +100,7 @@ def check_weights(directory: Path, model: Any) -> int:
 
     loaded = {merge.file_name(name): tensor for name, tensor in model.state_dict().items()}
     compared = 0
-    for path in merge.weight_files(directory / "model"):
+    for path in merge.weight_files(directory / MODEL):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 tensor = loaded.get(merge.file_name(name))
@@ -96,7 +119,9 @@ def check_prompts(directory: Path, tokenizer: Any, rows: Sequence[Row], spec: Jo
     """Raise JobError unless the saved tokenizer makes the token ids of the training's tokenizer."""
     from transformers import AutoTokenizer
 
-    saved = AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=spec.model.trust_remote_code)
+    saved = AutoTokenizer.from_pretrained(
+        served_directory(directory, spec), trust_remote_code=spec.model.trust_remote_code
+    )
     for row in rows:
         expected, actual = (
             encode_prompt(each, row.prompt) if row.messages else list(each(row.text)["input_ids"])
@@ -139,9 +164,11 @@ def _save_generation_config(base: Path, tokenizer: Any, directory: Path, spec: J
 
 
 def _save_adapter(checkpoint: Path, directory: Path, spec: JobSpec) -> None:
+    from . import merge
+
     directory.mkdir()
-    shutil.copy(checkpoint / "adapter_model.safetensors", directory)
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    merge.copy_adapter(checkpoint, directory)
+    config = json.loads((checkpoint / merge.ADAPTER_CONFIG).read_text())
     config["base_model_name_or_path"] = spec.model.source  # not the download directory
     config["revision"] = None if spec.model.source.startswith("gs://") else spec.model.revision
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    (directory / merge.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))

@@ -21,6 +21,7 @@ from dropforge.cloud import container_secrets
 from dropforge.spec import JobSpec
 
 TRAIN = "containers.train_trl.train"
+STANDS_IN = "DROPFORGE_CPU_STANDS_IN"  # only what starts containers where there are no GPUs sets it: the local stack
 # A rank that hangs in a collective after another rank failed is killed after this time. A checkpoint may take as long.
 SHUTDOWN_SECONDS = 30
 
@@ -105,6 +106,18 @@ def rank_environment(job: Job, directory: Path) -> dict[str, str]:
     shutdown_seconds = str(int(max(SHUTDOWN_SECONDS, job.grace_seconds)))
     inherited = {name: value for name, value in os.environ.items() if name != container_secrets.VARIABLE}
     return {**inherited, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown_seconds}
+
+
+def check_gpus(spec: JobSpec) -> None:
+    """Refuse to train on the CPU of a machine that is paid for its GPU. Raises JobError."""
+    if os.environ.get(STANDS_IN) == "1" or visible_gpus():
+        return
+    raise config_error(
+        f"the target {spec.target.type!r} has an accelerator {spec.target.machine.accelerator}, and torch "
+        f"{version('torch')} sees no GPU",
+        "the image has a torch without CUDA, or for a newer driver than the machine's: build the image train-trl again "
+        f"(docs/deploy.md); to train on a CPU on purpose, set {STANDS_IN}=1 in the container",
+    )
 
 
 def visible_gpus() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from containers.common.errors import code_error, config_error
+from containers.common.errors import DIVERGED, code_error, config_error
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -67,8 +68,18 @@ def merge_adapter(base: Path, checkpoint: Path, directory: Path) -> None:
     _copy_index(base, directory)
 
 
+def copy_weights(base: Path, directory: Path) -> None:
+    """Copy the base's weights as they are: a server adds the adapter, while it computes."""
+    for path in weight_files(base):
+        shutil.copy(path, directory / path.name)
+    _copy_index(base, directory)
+
+
 def cast(checkpoint: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write a fully trained checkpoint's weights in the base's precision."""
+    """Write a fully trained checkpoint's weights in the base's precision.
+
+    Raises JobError for numbers that are not finite.
+    """
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     for path in weight_files(checkpoint):
         with safe_open(path, "pt") as file:
@@ -80,10 +91,18 @@ def cast(checkpoint: Path, directory: Path, dtype: torch.dtype) -> None:
 
             def load(name: str, file: Any = file, kinds: dict[str, str] = kinds) -> torch.Tensor:
                 tensor: torch.Tensor = file.get_tensor(name)
-                return tensor.to(FLOATS[kinds[name]]) if kinds[name] in FLOATS else tensor
+                return _finite(name, tensor.to(FLOATS[kinds[name]])) if kinds[name] in FLOATS else tensor
 
             _write(directory / path.name, entries, load)
     _copy_index(checkpoint, directory)
+
+
+def copy_adapter(checkpoint: Path, directory: Path) -> None:
+    """Copy the adapter's weights as they are. Raises JobError for numbers that are not finite."""
+    with safe_open(checkpoint / ADAPTER, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            _finite(name, file.get_tensor(name))
+    shutil.copy(checkpoint / ADAPTER, directory)
 
 
 def check_adapter(base: Path, parameters: Iterable[str]) -> None:
@@ -150,13 +169,13 @@ def file_name(name: str) -> str:
 
 
 def _sum(name: str, weight: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    merged = weight.float().add_(change).to(weight.dtype)
-    if not torch.isfinite(merged).all():
-        raise code_error(
-            f"{name} has numbers that are not finite after the training; nothing was published",
-            "the training diverged: lower training.learning_rate",
-        )
-    return merged
+    return _finite(name, weight.float().add_(change).to(weight.dtype))
+
+
+def _finite(name: str, trained: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(trained).all():
+        raise code_error(f"{name} has numbers that are not finite after the training; nothing was published", DIVERGED)
+    return trained
 
 
 def _write(path: Path, entries: list[tuple[str, str, list[int]]], load: Callable[[str], torch.Tensor]) -> None:

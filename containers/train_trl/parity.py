@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from containers.common.errors import code_error
+from containers.common.errors import code_error, finite
 from containers.common.sealing import other_kernel
 
 ROWS = 8
@@ -31,7 +31,10 @@ def log_probabilities(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor
 
 
 def check(trained: torch.Tensor, served: Any, rows: Sequence[Sequence[int]]) -> float:
-    """The mean divergence of the served model from `trained`. Raises JobError if rounding does not explain it."""
+    """The mean divergence of the served model from `trained`. Raises JobError if rounding does not explain it.
+
+    Raises JobError, too, for probabilities that are not finite: a model of NaN would differ from no model.
+    """
     actual = log_probabilities(served, rows)
     divergence = _divergence(trained, actual)
     if divergence < DIVERGENCE:
@@ -47,7 +50,8 @@ def check(trained: torch.Tensor, served: Any, rows: Sequence[Sequence[int]]) -> 
 
 
 def _divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    return max(0.0, float((expected.exp() * (expected - actual)).sum(-1).mean()))  # rounding can make it negative
+    mean = float((expected.exp() * (expected - actual)).sum(-1).mean())
+    return max(0.0, finite(mean, "the mean divergence of the next tokens' probabilities"))  # rounding can make it < 0
 
 
 def _noise(model: Any, usual: torch.Tensor, rows: Sequence[Sequence[int]]) -> float:

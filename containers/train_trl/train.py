@@ -3,6 +3,8 @@
     DROPFORGE_PROJECT=p DROPFORGE_RUN=demo-0123456789ab DROPFORGE_ATTEMPT=1 DROPFORGE_RUNS_BUCKET=b \\
     DROPFORGE_JOB_EVENTS_TOPIC=projects/p/topics/job-events python -m containers.train_trl.train
 
+On a machine without a GPU, DROPFORGE_CPU_STANDS_IN=1 lets the CPU train.
+
 Reads gs://b/runs/<run>/spec.json; writes gs://b/checkpoints/<run>/ and gs://b/models/<run>/. Exit codes:
 containers/common/errors.py.
 """
@@ -16,7 +18,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from containers.common.report import ProgressMeter
 from containers.common.tokenise import TokenCache, Tokeniser
 from containers.common.world import World
 from dropforge.base.log import log
+from dropforge.fit.phases import LOSS_TOKENS
 from dropforge.run.artifacts import Manifest, Source
 from dropforge.spec import JobSpec
 
@@ -52,6 +55,7 @@ from .plan import (
     use_threads,
 )
 
+CURVE_ROWS = 32  # of the curve of the held-out loss
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
 
@@ -68,6 +72,7 @@ def run(attempt: Attempt) -> Outcome:
     spec = attempt.load_spec()
     if world.rank is None:  # a rank inherits the guarded output
         attempt.redact.guard_output()
+        launch.check_gpus(spec)
     if world.starts_ranks:
         return launch.run_ranks(spec, attempt.job, attempt.directory, attempt.stop)
     quiet_libraries()
@@ -199,9 +204,9 @@ def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int
 
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
-    from .callbacks import ReportProgress, StopOnRequest, UploadCheckpoints
+    from .callbacks import MeasureHeldOut, ReportProgress, StopOnRequest, UploadCheckpoints, load_now
     from .merge import check_adapter
-    from .trainer import freeze_other_parts, keep_precision, trained_parameters
+    from .trainer import freeze_other_parts, keep_gradients, keep_precision, trained_parameters
 
     world, directory = attempt.job.world, attempt.directory / "trainer"
     method = load_method(spec.training.method)
@@ -210,19 +215,34 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     freeze_other_parts(model)
     trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
     keep_precision(trainer.model, inputs.plan)
+    keep_gradients(trainer.model)
     if spec.training.adapter.type != "none":
         check_adapter(Path(inputs.base), trained_parameters(trainer.model))
     if world.sharded:
         shard(trainer, attempt.job)
     if resumed:
         fit_checkpoint(resumed, trainer, world)
-    meter = ProgressMeter(attempt.reporter, trainer.total_steps())
+    meter = ProgressMeter(attempt.reporter, trainer.total_steps(), load=load_now)
     uploads = UploadCheckpoints(attempt.checkpoints, notes, world)
+    if spec.evaluation and inputs.examples.held_out:
+        loss_of, every = held_out_loss(inputs, trainer.total_steps(), world.size)
+        trainer.add_callback(MeasureHeldOut(meter, loss_of, every))
     for callback in (ReportProgress(meter), uploads, StopOnRequest(attempt.stop)):
         trainer.add_callback(callback)
     with attempt.stop.deferred():
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return directory / f"checkpoint-{trainer.state.global_step}"
+
+
+def held_out_loss(inputs: Inputs, steps: int, processes: int) -> tuple[Callable[[Any], float], int]:
+    """The loss of a model in training on the first held-out rows, and after how many steps it is measured."""
+    held_out, plan = inputs.examples.held_out, inputs.plan
+    assert held_out is not None, "the caller has held-out rows"
+    rows = held_out[:CURVE_ROWS]
+    # No batch takes more memory than one of the training.
+    most_tokens = min(LOSS_TOKENS, plan.batch_size * max(inputs.examples.lengths))
+    every = evaluation.steps_between(steps, plan.rows_per_step(processes), len(rows.lengths))
+    return lambda model: evaluation.mean_loss(model, inputs.tokenizer, rows, most_tokens), every
 
 
 def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, Any], method: Method) -> Any:
@@ -351,6 +371,9 @@ def load_export(
     free_memory()
     served = export.reload(directory, placement, spec)
     divergence = parity.check(expected, served, rows)
+    if export.shares(spec):
+        log("compared the export", stage="train", run=job.run, divergence=divergence)
+        return served, {"adapter_to_saved": divergence}
     count = export.check_weights(directory, served)
     log("compared the export", stage="train", run=job.run, divergence=divergence, tensors=count)
     return served, {"adapter_to_merged": divergence, "saved_to_reloaded": 0.0}

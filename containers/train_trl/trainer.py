@@ -108,6 +108,7 @@ def shared_settings(spec: JobSpec, plan: Plan, directory: Path) -> dict[str, Any
         "save_steps": training.checkpoint_steps,
         "save_total_limit": 2,
         "logging_steps": LOGGING_STEPS,
+        "logging_nan_inf_filter": False,  # the filter would log a loss of 0.0 for NaN
         "include_num_input_tokens_seen": "non_padding",
         "seed": training.seed,
         "report_to": "none",
@@ -138,6 +139,17 @@ def keep_precision(model: Any, plan: Plan) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+
+def keep_gradients(model: Any) -> None:
+    """Let layers in 4 bits pass gradients after an evaluation, too.
+
+    On a CPU with AVX512-BF16, the first evaluation would pack their weights for a kernel without gradients
+    (bitsandbytes 0.50.2: Linear4bit.forward and matmul_4bit).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def trained_parameters(model: Any) -> list[str]:

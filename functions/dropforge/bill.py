@@ -1,13 +1,17 @@
-"""What runs and their endpoints have cost, added up by month, target, model or label."""
+"""The cost of runs, their endpoints and named endpoints, added up by month, target, model or label.
+
+A named endpoint counts for the runs whose models it serves.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from .base.figures import usd
+from .endpoints.record import EndpointRecord
 from .run.summary import Summary
 
 NONE = "-"  # the group of runs without the label, or without a spec that this version reads
@@ -20,9 +24,13 @@ BY: dict[str, Callable[[Summary], str]] = {
 }
 
 
+Named = Mapping[str, float | None]  # what named endpoints have cost at most in US dollars, by run; None: unknown
+NO_NAMED: Named = {}
+
+
 @dataclass(frozen=True)
 class Sum:
-    """US dollars that are known, and of how many runs the amount is unknown. An unknown amount never counts as 0."""
+    """The known US dollars, and the number of runs whose amount is unknown. An unknown amount never counts as 0."""
 
     known: float
     unknown: int
@@ -55,10 +63,11 @@ class Group:
     most: Sum
 
     @classmethod
-    def of(cls, name: str, runs: list[Summary], now: datetime) -> Group:
+    def of(cls, name: str, runs: list[Summary], now: datetime, named: Named = NO_NAMED) -> Group:
         training = Sum.of(run.training_cost(now) for run in runs)
-        endpoints = Sum.of(run.serving_cost(now) for run in runs)
-        unknown = sum(run.cost(now) is None for run in runs)
+        served = [_added(run.serving_cost(now), named.get(run.run, 0.0)) for run in runs]
+        endpoints = Sum.of(served)
+        unknown = sum(run.cost(now) is None or cost is None for run, cost in zip(runs, served, strict=True))
         total = Sum(round(training.known + endpoints.known, 6), unknown)
         most = Sum.of(run.about.most_usd if run.about else None for run in runs)
         return cls(name, len(runs), training, endpoints, total, most)
@@ -82,11 +91,24 @@ class Group:
         return {**values, "share_of_maximum": self.share}
 
 
-def grouped(runs: list[Summary], by: str, now: datetime) -> list[Group]:
+def named_costs(endpoints: Iterable[EndpointRecord], now: datetime) -> Named:
+    """The most that named endpoints have cost, by the run whose model they serve."""
+    costs: dict[str, float | None] = {}
+    for revision in (revision for record in endpoints for revision in record.revisions):
+        for run in [adapter.run for adapter in revision.adapters] or [revision.run]:
+            costs[run] = _added(costs.get(run, 0.0), revision.cost_each(now))
+    return costs
+
+
+def _added(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
+
+
+def grouped(runs: list[Summary], by: str, now: datetime, named: Named = NO_NAMED) -> list[Group]:
     """Return the groups: months in their order, other groups with the dearest first."""
     members: dict[str, list[Summary]] = defaultdict(list)
     for run in runs:
         name = run.labels.get(by.removeprefix(LABEL), NONE) if by.startswith(LABEL) else BY[by](run)
         members[name].append(run)
-    groups = [Group.of(name, members[name], now) for name in sorted(members)]
+    groups = [Group.of(name, members[name], now, named) for name in sorted(members)]
     return groups if by == "month" else sorted(groups, key=lambda group: -group.total.known)

@@ -1,7 +1,7 @@
 """What Google Cloud bills for the control plane of a run: steps, calls, requests and messages, with their prices.
 
-tests/stack/test_counts.py holds RUN to the calls of real runs on the local stack. An attempt that trains for long adds
-looks (LOOK) and points of its series (PROGRESS).
+tests/stack/test_counts.py compares RUN with the calls of real runs on the local stack. A long training adds looks
+(LOOK) and points of its series (PROGRESS).
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Usage:
 # The most that a run of one short attempt without an endpoint uses, from the upload to its end.
 RUN = Usage(internal_steps=34, external_steps=2, calls=8, writes=20, reads=14, messages=9)
 # One look at a training attempt whose wait has timed out, and one point of its series.
-LOOK = Usage(internal_steps=7, external_steps=1, calls=1, writes=1, reads=5)
+LOOK = Usage(internal_steps=6, external_steps=1, calls=1, writes=1, reads=5)
 PROGRESS = Usage(writes=1)
 
 
 def usage_of_training(seconds: float, check_interval_seconds: float) -> Usage:
-    """What the control plane of a run uses whose only attempt trains for so many seconds."""
+    """The operations of the control plane for a run whose only attempt trains for so many seconds."""
     return RUN + LOOK * (seconds / check_interval_seconds) + PROGRESS * progress_points(seconds)
 
 
 def progress_points(seconds: float) -> float:
-    """At most so many points of the series: one in 1 s, later in 2 s, in 1 % of the time trained, and in 30 s.
+    """The largest number of points in the series: one in 1 s, later in 2 s, in 1 % of the training time, and in 30 s.
 
     Each costs at most one write.
     These are the limits of containers/common/report.py, for a training with 20 steps a second or more.

@@ -59,9 +59,9 @@ def note_gone(context: Context, run: str, deleted: Deleted) -> list[LedgerEntry]
 
 
 def delete_resource(context: Context, run: str, kind: str, name: str) -> bool:
-    """Start, or continue, the deletion of a resource of a run; True once it was seen not to exist.
+    """Start, or continue, the deletion of a resource of a run; True once the cloud answers that it does not exist.
 
-    Raises CloudError, also for a resource whose name is not the run's: a ledger or a label is wrong about it.
+    Raises CloudError, also for a resource whose name belongs to another run: then a ledger or a label is wrong.
     """
     if not names.is_of_run(name, run):
         message = f"{cut(name, 300)!r} is not deleted: the names of the resources of run {run} begin with df-{run}-"

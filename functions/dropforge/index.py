@@ -5,8 +5,10 @@ A record without a summary that can be believed is read itself: the index makes 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -60,16 +62,33 @@ def read_index(store: RunStore) -> Index:
     """The summaries of all runs: one request for 1,000 runs, and up to two more for each run without a summary."""
     found: list[Summary | Malformed | None] = []
     missing = []
-    for listed in store.listed():
-        summary = listed.summary
-        found.append(summary)
-        if summary is None:
-            missing.append(listed.run)
+    with uncollected():
+        for listed in store.listed():
+            summary = listed.summary
+            found.append(summary)
+            if summary is None:
+                missing.append(listed.run)
     with ThreadPoolExecutor(READERS) as pool:
         found += pool.map(lambda run: _summary_or_problem(store, run), missing)
     summaries = [summary for summary in found if isinstance(summary, Summary)]
     summaries.sort(key=lambda summary: summary.created, reverse=True)
     return Index(summaries, [problem for problem in found if isinstance(problem, Malformed)])
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's collector of cycles.
+
+    Summaries have no cycles and stay. The collector looks at all of them again and again while their number grows:
+    that is half the time of reading 10,000. (`gc.freeze` would also exempt the garbage of the whole process for ever.)
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_summary(store: RunStore, run: str) -> Summary:

@@ -1,6 +1,6 @@
 """The limits of a spec in numbers: how long a run may train and serve, how much it has used, and when to warn people.
 
-Each price was pinned when the attempt or the endpoint began. Time that may have been used counts as
+The record notes each price when the attempt or the endpoint begins. Time that a machine may have used counts as
 used: each sum is an upper bound.
 """
 
@@ -24,10 +24,13 @@ _ROUNDING_USD = 1e-6  # sums of floats differ from the price on paper
 _STOPPED = "it is stopped, and its checkpoints are kept"
 
 
-def serving_price(spec: JobSpec) -> HourlyPrice:
-    """The hourly price of the endpoint with its maximum number of instances. The spec must serve."""
+def serving_price(spec: JobSpec, placement: int | None = None) -> HourlyPrice:
+    """The hourly price of the endpoint with its maximum number of instances. The spec must serve.
+
+    `placement` is that of the attempt that trained, None before one has.
+    """
     assert spec.serve is not None, "the caller passes only specs that serve"
-    return get_server(spec.serve.type).price(spec).times(spec.serve.max_instances)
+    return get_server(spec.serve.type).price(spec, placement).times(spec.serve.max_instances)
 
 
 def training_budget(spec: JobSpec) -> float | None:
@@ -56,8 +59,8 @@ def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
 def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float = 0.0) -> int:
     """Seconds for which the endpoint may exist: its startup time-out and its ttl, or less if the budget pays for less.
 
-    `usd_per_hour` is the price of all its instances. An endpoint that scales to zero costs less, which is not known
-    beforehand.
+    `usd_per_hour` is the price of all its instances. An endpoint that scales to zero costs less, but nobody knows
+    beforehand how much less.
     """
     assert spec.serve is not None, "the caller passes only specs that serve"
     allowed = serving_seconds(spec.serve)
@@ -89,7 +92,7 @@ def most_usd(spec: JobSpec) -> float | None:
 
 
 def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
-    """When an endpoint that began at `began` must end, at the price that was pinned then."""
+    """When an endpoint that began at `began` must end, at the price that the record noted then."""
     spent = record.training_cost(began) or 0.0
     return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
 
@@ -104,7 +107,7 @@ def kept_until(record: Record, spec: JobSpec) -> datetime:
 def short_endpoint(spec: JobSpec) -> str:
     """How far the budget may shorten the endpoint's ttl, as text for people before the run; "" if it pays for the ttl.
 
-    It pays for the ttl if that is true even when training uses all its time at the most expensive placement.
+    The budget must pay for the ttl even if training uses all its time at the most expensive placement.
     """
     budget = spec.limits.max_cost_usd
     if budget is None or spec.serve is None:
@@ -134,7 +137,7 @@ def _time(length: float) -> str:
 
 
 def running_since(attempt: Attempt) -> datetime:
-    """The earliest start of a running attempt: nothing saw the attempt running before that time."""
+    """The earliest start of a running attempt: no call saw the attempt running before that time."""
     return attempt.waiting or attempt.started
 
 

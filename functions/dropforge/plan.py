@@ -114,7 +114,7 @@ def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:
     spec, serve = launch.spec, launch.spec.serve
     assert serve is not None, "only specs that serve have an endpoint"
     server = get_server(serve.type)
-    price = server.price(spec)
+    price = server.price(spec, launch.placement)
     lifetime = endpoint_seconds(spec, price.times(serve.max_instances).usd_per_hour)
     expires = now + timedelta(seconds=lifetime)
     deployment = Deployment(launch.run, spec, launch.settings, expires, launch)

@@ -11,6 +11,11 @@ from dropforge_local.chaos.simulation import run_focused
 from dropforge_local.chaos.specs import TARGETS
 
 LIVES = 16
+LOST_LONG_AGO = 400896  # Kubernetes shows the pod of the lost machine for six minutes
+
+
+def test_a_machine_that_kubernetes_misses_late_may_be_charged_until_then() -> None:
+    assert list(check(run_focused(LOST_LONG_AGO))) == []
 
 
 def test_focused_seeds_keep_every_promise_and_half_of_them_serve() -> None:

@@ -54,6 +54,9 @@ DEFECTS = {
         tuple(TARGETS),
     ): "a warning became due during an inspection, after its search for due warnings: it waited a check interval",
     (277, tuple(TARGETS)): "an attempt that waited until its deadline was charged for all of that time",
+    (503895, tuple(TARGETS)): "a node that a call created late held the disk of its attempt, so its run never ended",
+    (502874, tuple(TARGETS)): "the checker missed a job that a call created late and its attempt then found",
+    (503333, tuple(TARGETS)): "the checker missed a stall that began while another stall lasted",
     (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 

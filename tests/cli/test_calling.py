@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from tests.patience import PATIENCE_SECONDS
@@ -24,8 +25,9 @@ from dropforge.base import names
 from dropforge.run.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
 from dropforge.run.record import Endpoint, RunState
 from dropforge.spec import registry
-from dropforge_cli.endpoints import _TOKENS
+from dropforge_cli.endpoints import _TOKENS, call_lines, token_command
 from dropforge_cli.main import cli
+from dropforge_cli.options import state_option
 
 from ..deployments import clients
 from .commands import COMMAND
@@ -90,6 +92,25 @@ def test_every_command_prints_what_a_client_takes(deployed: Deployed, server: Op
     [listed] = json.loads(deployed.run("runs", "--json").stdout)
     assert listed["endpoint"]["base_url"] == f"{server.url}/v1"
     assert listed["endpoint"]["token_command"] == f"dropforge token {RUN}"
+
+
+@pytest.mark.parametrize(("options", "words"), [([], ""), (["--state", "my dir"], " --state 'my dir'")])
+def test_advised_commands_reach_the_stack_of_the_command(deployed: Deployed, options: list[str], words: str) -> None:
+    served(deployed, "https://e")
+    record = deployed.store.record(RUN)
+
+    @click.command()
+    @state_option
+    def show(state: str | None) -> None:
+        click.echo("\n".join([*call_lines(record), token_command("named")]))
+
+    output = CliRunner().invoke(show, options).output
+    assert re.findall(r"dropforge (?:chat|snippet|token) [^`\n]+", output) == [
+        f"dropforge chat {RUN}{words}",
+        f"dropforge snippet {RUN}{words}",
+        f"dropforge token {RUN}{words}",
+        f"dropforge token named{words}",
+    ]
 
 
 def test_every_credential_that_a_platform_declares_has_a_token() -> None:
@@ -256,6 +277,14 @@ class Terminal:
         code = self.popen.wait(PATIENCE_SECONDS)
         os.close(self.master)
         return code
+
+
+def test_a_terminal_shows_that_down_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal("down", "--state", str(tmp_path))
+    terminal.wait_for("ending the local stack")
+    terminal.wait_for("nothing was running")
+    assert terminal.code() == 0
 
 
 def test_a_conversation_keeps_its_history(deployed: Deployed, server: OpenAiServer, gcloud: Path) -> None:

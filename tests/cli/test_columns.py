@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from containers.common.errors import JobError
 from containers.common.rows import load_rows, normalise
 from dropforge.spec import Dataset, JobSpec, parse_spec
 from dropforge_cli.columns import FIRST_BYTES, column_problems, first_columns
+from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
+from dropforge_local.stack.config import StackInfo
 
 from ..deployments import clients
 from .conftest import EXAMPLE, Deployed
@@ -112,13 +115,19 @@ def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name:
     assert first_columns("owner/rows", clients) is None
 
 
-def test_submit_names_the_column_and_drops_nothing(deployed: Deployed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["submit", "validate"])
+def test_a_command_names_the_column_and_drops_nothing(
+    deployed: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    if command == "validate":  # which reads data on a local stack only
+        stack = replace(connect(None), stack=StackInfo(0, 0, "", "", "", "", {}))
+        monkeypatch.setattr("dropforge_cli.specs.find", lambda state: stack)
     uri = put("own.csv", csv_of("question,answer"))
     document = json.loads(EXAMPLE.read_text()) | {
         "dataset": {"source": uri, "columns": {"prompt": "{questoin}", "completion": "{answer}"}}
     }
     (tmp_path / "spec.json").write_text(json.dumps(document))
-    result = CliRunner().invoke(cli, ["submit", str(tmp_path / "spec.json")])
+    result = CliRunner().invoke(cli, [command, str(tmp_path / "spec.json")])
     assert result.exit_code == 1
     assert "/dataset/columns/prompt: the template names the column 'questoin', which the data lacks" in result.output
     assert f"did you mean 'question'? the columns of {uri}: question, answer" in result.output

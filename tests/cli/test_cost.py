@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dropforge.base.clock import Clock
 from dropforge.bill import Sum
+from dropforge.endpoints.record import EndpointRecord, Revision
+from dropforge.endpoints.shared import Adapter
+from dropforge.endpoints.store import EndpointStore
 from dropforge.money import most_usd
 from dropforge.plan import make_plan
 from dropforge.run.record import RunState
@@ -52,6 +56,28 @@ def test_costs_of_months_are_added_up(spent: Deployed) -> None:
     assert "$4.00 + 1 unknown" in lines[3]
     assert lines[3].rstrip().endswith("-"), "a share of an unknown total is unknown"
     assert max(map(len, lines)) <= 80
+
+
+def test_a_named_endpoint_counts_for_the_runs_whose_models_it_serves(spent: Deployed) -> None:
+    began = CREATED + timedelta(hours=1)
+    revision = Revision(
+        number=1, run="b-0123456789ab", digest="0", who="", requested=began, usd_per_hour=2.0, spent_usd=6.0
+    )
+    members = (("x", "a-0123456789ab"), ("y", "b-0123456789ab"))
+    adapters = [Adapter(name=name, run=run, digest="0", source="") for name, run in members]
+    shared = revision.model_copy(update={"number": 2, "adapters": adapters})
+    unpriced = revision.model_copy(update={"number": 3, "run": "a-0123456789ab", "usd_per_hour": None})
+    record = EndpointRecord(
+        name="e", source="", type="cloud_run", region="us-central1", service="s", created=began,
+        revisions=[revision, shared],
+    )  # fmt: skip
+    store = EndpointStore(spent.store, Clock())
+    assert store.create(record)
+    month = json.loads(spent.run("cost", "--json").stdout)["groups"][0]
+    assert (month["training_usd"], month["endpoints_usd"], month["total_usd"]) == (2.0, 14.0, 16.0)
+    store.update("e", lambda latest: latest.model_copy(update={"revisions": [revision, shared, unpriced]}))
+    month = json.loads(spent.run("cost", "--json").stdout)["groups"][0]
+    assert (month["endpoints_usd"], month["endpoints_unknown_runs"], month["total_unknown_runs"]) == (9.0, 1, 1)
 
 
 def test_costs_by_label_are_json_for_programs(spent: Deployed) -> None:

@@ -71,6 +71,25 @@ def test_a_demo_shows_every_step_and_leaves_nothing(start: Callable[..., Process
     assert listening(tmp_path / "build" / "demo") == []
 
 
+def test_a_demo_puts_two_models_behind_one_url_and_goes_back(start: Callable[..., Process], tmp_path: Path) -> None:
+    unnamed = start("demo", "--again", write_spec(tmp_path, noop_spec(serve=None)))
+    assert unnamed.code() == 1
+    assert "the spec has no `serve`" in unnamed.text()
+    demo = start("demo", "--again", write_spec(tmp_path, noop_spec()))
+    assert demo.code() == 0, demo.text()
+    output = demo.text()
+    expected = [
+        "dropped the first spec", "dropped the second spec", "exact match       0    0.9", "one URL  http://",
+        "first spec    ok", "second spec   ok", "answers with revision 1, as model noop", "rolled back   ok",
+        "the rollback took", "endpoint noop is retired", "noop serves again behind endpoint noop",
+        "what is left  0 resources, 0 processes, 0 ports",
+    ]  # fmt: skip
+    places = [output.find(text) for text in expected]
+    assert -1 not in places, f"{expected[places.index(-1)]!r} is not in\n{output}"
+    assert places == sorted(places)
+    assert listening(tmp_path / "build" / "demo") == []
+
+
 def test_a_demo_shows_why_its_run_failed(start: Callable[..., Process], tmp_path: Path) -> None:
     demo = start("demo", write_spec(tmp_path, noop_spec("fail-data")))
     assert demo.code() == 1
@@ -152,6 +171,7 @@ def open_to_others(directory: Path) -> Iterator[Path]:
 def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_path: Path) -> None:
     up = start("up")
     assert up.code() == 0, up.text()
+    assert up.text().startswith("the local stack is ready"), "a pipe shows no progress"
     http = re.search(r"http://127.0.0.1:(\d+)", up.text())
     assert http is not None
     assert start("runs", command=COMMAND).code() == 0
@@ -213,8 +233,8 @@ def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., 
     columns = {"prompt": "Question: {question}", "completion": "{answer}"}
     spec = write_spec(tmp_path, noop_spec(dataset={"source": "gs://local-data/text-to-sql.jsonl", "columns": columns}))
     watched = output("submit", spec, "--watch")
-    assert "made gs://local-data/text-to-sql.jsonl in" in watched
-    assert "made the secret hf-token for this stack" in watched
+    assert "created gs://local-data/text-to-sql.jsonl in" in watched
+    assert "created the secret hf-token for this stack" in watched
     endpoint = re.search(r"^endpoint (http://127\.0\.0\.1:\d+/v1)\n +model noop, until", watched, re.M)
     assert endpoint is not None, watched
     run = next(line for line in watched.splitlines() if re.fullmatch(r"spec-[0-9a-f]{12}", line))

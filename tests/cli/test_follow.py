@@ -21,6 +21,7 @@ from dropforge_cli.deployment import Deployment, connect
 from dropforge_cli.display import joined
 from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal, watch
 from dropforge_cli.problems import CliError
+from dropforge_cli.result import doubt
 
 from .conftest import CREATED, Deployed, attempt, served
 
@@ -265,7 +266,7 @@ def test_a_watched_success_ends_with_metrics_and_endpoint(
         pool.submit(deployed.store.update, RUN, lambda record: record.model_copy(update=ended))
         assert watch(hurried, RUN, Console(file=out, width=120, force_terminal=terminal, color_system=None))
     assert out.getvalue().replace(SHOW_CURSOR, "").splitlines()[-4:] == [
-        "exact_match 0.25 → 0.5",
+        "result   exact_match 0.25 → 0.5",
         "endpoint https://e.run.app/v1",
         "  model job, ended 2026-11-20 14:30 UTC",
         "cost so far: $3.00 (training $1.00, endpoint at most $2.00)",
@@ -304,9 +305,42 @@ def test_ages_have_one_unit(seconds: float, expected: str) -> None:
 
 
 def test_parts_are_joined_in_lines_that_split_no_part() -> None:
-    assert joined(["one 1", "two 2", "three 3"], 14) == "one 1, two 2,\nthree 3"
+    terminal = Console(file=io.StringIO(), width=20, force_terminal=True)
+    assert joined("title ", ["one 1", "two 2", "three 3"], terminal) == "title one 1, two 2,\n      three 3"
+    assert joined("title ", ["one 1", "two 2", "three 3"], Console(width=20)) == "title one 1, two 2, three 3"
+
+
+def test_the_seconds_of_lines_never_decrease(deployed: Deployed) -> None:
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=120))
+    record = deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    for new in (event(Checkpointed, 9, step=9, uri="gs://b/c"), progress(8)):  # the series came later
+        display.show(Snapshot(record, None, [new]))
+    seconds = [float(line.split()[0]) for line in out.getvalue().splitlines()]
+    assert seconds == sorted(seconds)
+    assert len(seconds) > 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, ""),
+        ({"exact_match": 0.0}, ""),
+        ({"exact_match": 0.0, "exact_match_before": 0.0}, "answers none of the held-out rows exactly"),
+        ({"exact_match": 0.1, "exact_match_before": 0.0, "loss": 1.0, "loss_before": 2.0}, ""),
+        ({"exact_match": 0.1, "exact_match_before": 0.0, "loss": 2.0, "loss_before": 2.0}, "the loss on the held-out"),
+        ({"loss": None, "loss_before": 2.0}, ""),
+    ],
+)
+def test_a_result_that_says_the_model_learnt_nothing_is_doubted(
+    metrics: dict[str, float | None], expected: str
+) -> None:
+    assert expected in doubt(metrics)
+    assert bool(doubt(metrics)) is bool(expected)
 
 
 def test_money_and_metrics_read_well() -> None:
     assert [usd(v) for v in (None, 0.0, 0.0123, 1.5, 12.345)] == ["unknown", "$0.00", "$0.0123", "$1.50", "$12.35"]
+    assert [usd(v) for v in (0.00001, 0.00005, 0.9999, 0.99999)] == ["< $0.0001", "$0.0001", "$0.9999", "$1.00"]
+    assert [usd(v) for v in (-0.0, -0.5, -1.5)] == ["$0.00", "-$0.5000", "-$1.50"]
     assert [number(v) for v in (None, 0.0, 0.95674, 3.0, 12345.6)] == ["-", "0", "0.9567", "3", "12,346"]

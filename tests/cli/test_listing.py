@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from dropforge.run.record import RunState
 from dropforge.run.summary import Summary
-from dropforge_cli.listing import columns, fitting, in_order
+from dropforge_cli.display import fitting
+from dropforge_cli.listing import columns, in_order
 from dropforge_cli.problems import CliError
 from dropforge_cli.runs import all_runs
 
@@ -55,7 +57,7 @@ def table(deployed: Deployed, width: int) -> list[str]:
     records = all_runs(deployed.store)
     console = Console(width=width, no_color=True)
     with console.capture() as captured:
-        console.print(fitting(records, columns(records, None, NOW), console.width))
+        console.print(fitting(records, columns(records, None, NOW), console.width)[0])
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -66,7 +68,7 @@ def test_each_run_is_one_line_with_its_whole_id(listed: Deployed, width: int) ->
     assert max(map(len, lines)) <= width
 
 
-def test_80_columns_have_state_target_cost_and_age(listed: Deployed) -> None:
+def test_80_columns_have_state_endpoint_cost_and_age(listed: Deployed) -> None:
     lines = table(listed, 80)
     assert lines[0].split() == ["run", "state", "target", "endpoint", "cost", "age"]
     assert lines[3].split() == [BAD, "FAILED", "cloud_run", "-", "unknown", "23", "h"]
@@ -75,9 +77,20 @@ def test_80_columns_have_state_target_cost_and_age(listed: Deployed) -> None:
 
 def test_a_wide_terminal_has_every_column(listed: Deployed) -> None:
     lines = table(listed, 160)
-    assert lines[0].split() == ["run", "name", "state", "target", "attempts", "metric", "endpoint", "cost", "age"]
+    titles = ["run", "name", "state", "target", "labels", "attempts", "metric", "endpoint", "cost", "age"]
+    assert lines[0].split() == titles
     assert "exact_match 0.9567  ended" in lines[4]
+    assert " team=search tier=a " in lines[4]
     assert "loss 1.5" in lines[3]
+    assert lines[1].split()[4:6] == ["-", "-"]  # a rejected run has no labels
+
+
+def test_docs_name_the_columns_by_their_importance(listed: Deployed) -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "cli.md").read_text())
+    shown = re.search(r"in this order of importance: ([^.]*)\.", page)
+    assert shown is not None
+    records = all_runs(listed.store)
+    assert shown[1].split(", ") == [column.title for column in sorted(columns(records, None, NOW))]
 
 
 def test_the_cost_has_the_endpoint_until_now_or_until_its_end(deployed: Deployed) -> None:
@@ -128,7 +141,7 @@ def test_sorting_by_an_unknown_metric_lists_the_metrics(listed: Deployed) -> Non
 
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
-    [("--since", "soon", "expected how long ago, such as 36h"), ("--label", "team", "expected KEY=VALUE")],
+    [("--since", "soon", "expected a length of time such as 36h"), ("--label", "team", "expected KEY=VALUE")],
 )
 def test_a_wrong_value_is_wrong_usage(deployed: Deployed, option: str, value: str, expected: str) -> None:
     result = deployed.run("runs", option, value)
@@ -137,7 +150,7 @@ def test_a_wrong_value_is_wrong_usage(deployed: Deployed, option: str, value: st
 
 
 def test_a_filter_that_takes_no_run_says_so(listed: Deployed) -> None:
-    assert listed.run("runs", "--target", "ray").stdout.startswith("none of the 4 runs is like that")
+    assert listed.run("runs", "--target", "ray").stdout.startswith("none of the 4 runs matches the options")
 
 
 def test_json_has_the_spec_the_metrics_the_cost_and_the_endpoint(listed: Deployed) -> None:

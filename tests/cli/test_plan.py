@@ -21,7 +21,7 @@ from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge.spec.machine import GIB
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import show_phases
+from dropforge_cli.plan import show, show_phases
 
 from ..deployments import clients
 from .conftest import EXAMPLE, ROOT, Deployed, Run
@@ -63,6 +63,19 @@ def test_the_requests_are_exactly_those_of_the_deployment(deployed: Deployed) ->
     [service] = planned["endpoint"]["resources"]
     container = service["request"]["service"]["template"]["containers"][0]
     assert container["image"] == deployed.configuration["serve_vllm_image"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.json")), ids=lambda path: path.stem)
+def test_80_columns_have_names_whole_and_tables_that_fit(path: Path) -> None:
+    plan = make_plan(parse_spec(path.read_bytes()), placeholders(), path.name, NOW)
+    text = StringIO()
+    show(plan, Console(file=text, width=80))
+    lines = text.getvalue().splitlines()
+    places: list[Any] = [*plan.placements, *filter(None, [plan.endpoint])]
+    names = [resource.name for place in places for resource in place.resources]
+    named = [line for line in lines if "creates " in line]
+    assert [line.rsplit(" ", 1)[1] for line in named] == names
+    assert max(len(line) for line in lines if line not in named) <= 80
 
 
 def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:

@@ -99,6 +99,11 @@ def test_check_says_which_specs_are_refused_by_which_rule(dropforge: Run) -> Non
     assert (first, second) == ("policy.yaml: ok", "small.json: allowed")
     assert third.startswith(f"{EXAMPLE}: /limits/max_cost_usd: more than `max_cost_usd` of the deployment's policy; ")
     assert "expected at most 5" in third
+    told = dropforge("policy", "check", "--json", "--file", "policy.yaml", "small.json", EXAMPLE)
+    assert told.exit_code == 1
+    allowed, refused = json.loads(told.stdout)["specs"]
+    assert allowed == {"spec": "small.json", "ok": True, "problems": []}
+    assert (refused["ok"], refused["problems"][0]["pointer"]) == (False, "/limits/max_cost_usd")
 
 
 @pytest.mark.parametrize("command", [("validate",), ("plan",), ("policy", "check")])
@@ -127,7 +132,9 @@ def test_a_broken_policy_of_the_deployment_is_an_error(dropforge: Run) -> None:
 
 def test_show_prints_a_policy_that_can_be_read_again(dropforge: Run) -> None:
     Path("policy.yaml").write_text(dropforge("policy", "show").stdout)
-    assert policy_of(read_policy(Path("policy.yaml"))) == Policy(api_version="dropforge/v1")
+    policy = policy_of(read_policy(Path("policy.yaml")))
+    assert policy == Policy(api_version="dropforge/v1")
+    assert json.loads(dropforge("policy", "show", "--json").stdout) == policy.model_dump(mode="json")
 
 
 def test_up_keeps_the_policy_for_the_stack(dropforge: Run, monkeypatch: pytest.MonkeyPatch) -> None:

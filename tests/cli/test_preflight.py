@@ -16,11 +16,12 @@ import pytest
 import yaml
 
 from dropforge.base.errors import SpecProblem
+from dropforge.cloud.google_apis import APIS
 from dropforge.platforms import servers, targets
+from dropforge.stages.preflight import RIGHTS
 from dropforge_cli import mends, preflight
 from dropforge_cli.accounts import ALWAYS
 from dropforge_cli.deployment import connect
-from dropforge_cli.google_apis import APIS
 from dropforge_cli.main import COMMANDS
 from dropforge_cli.policy import policy_in_use
 from dropforge_cli.specs import read_spec
@@ -34,6 +35,11 @@ IMAGES = {name: f"us-central1-docker.pkg.dev/p/dropforge/{name}{DIGEST}" for nam
 
 
 CLOUD_RUN_L4 = "NvidiaL4GpuAllocNoZonalRedundancyPerProjectRegion"
+CLOUD_RUN_CPU, CLOUD_RUN_MEMORY = "CpuAllocPerProjectRegion", "MemAllocPerProjectRegion"
+NEW_PROJECT: dict[str, list[tuple[dict[str, str], str | None]]] = {
+    CLOUD_RUN_CPU: [({}, "20000")],
+    CLOUD_RUN_MEMORY: [({}, str(40 * 2**30))],
+}
 
 
 class Project:
@@ -51,7 +57,8 @@ class Project:
         self.gpu_zones = {"nvidia-l4": ["us-central1-a", "europe-west4-b"]}
         self.compute_quotas = [{"metric": "NVIDIA_L4_GPUS", "limit": 4.0, "usage": 2.0}]
         self.quotas: dict[str, list[tuple[dict[str, str], str | None]]] = {
-            CLOUD_RUN_L4: [({"region": "us-central1"}, "3"), ({"region": "us-east4"}, "0")]
+            CLOUD_RUN_L4: [({"region": "us-central1"}, "3"), ({"region": "us-east4"}, "0")],
+            **NEW_PROJECT,
         }
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
@@ -298,6 +305,17 @@ def test_data_in_another_region_are_a_warning(deployed: Deployed, project: Proje
     assert "prefer placements in europe-west4" in answers["bucket p-far"]["message"]
 
 
+def test_specs_of_the_same_name_in_two_directories_are_each_answered(deployed: Deployed, project: Project) -> None:
+    """The answer names the path, so that a command with it works from here. A missing bucket is told once."""
+    text = Path(spec(dataset={"source": "gs://no-such-bucket/rows.jsonl"})).read_text()
+    for directory in ("a", "b"):
+        Path(directory).mkdir()
+        (Path(directory) / "job.json").write_text(text)
+    answers = answers_of(deployed, "a/job.json", "b/job.json", code=1)
+    failed = [answer["what"] for answer in answers if answer["status"] == "failed"]
+    assert failed == ["spec a/job.json", "spec b/job.json"]
+
+
 def test_a_budget_that_may_end_the_endpoint_early_is_a_warning(deployed: Deployed, project: Project) -> None:
     job = spec(serve={"type": "cloud_run", "ttl": "24h"}, limits={"max_cost_usd": 10})
     [(status, what, mend)] = wrong(answers_of(deployed, job))
@@ -330,7 +348,7 @@ def test_a_bucket_that_does_not_exist_is_mended_by_a_command(deployed: Deployed,
             False,
             "gcloud secrets versions add hf --data-file",
         ),
-        ("/secrets/A", "the secret may not be looked at", False, mends.RIGHTS),
+        ("/secrets/A", "the secret may not be looked at", False, RIGHTS),
         ("/target/type", "above `x` of the deployment's policy", False, mends.POLICY),
         ("", "anything", False, mends.SPECS),
         ("/name", "anything", False, mends.SPECS),
@@ -389,10 +407,40 @@ def test_the_most_specific_entry_of_the_right_quota_counts(
 ) -> None:
     project.quotas = {quota: entries}
     result = deployed.run("preflight", spec(_placed(target, capacity), **(PRETRAIN if target is RAY else {})), "--json")
-    (answer,) = [answer for answer in json.loads(result.stdout) if answer["what"].startswith("quota")]
+    counted = re.compile(r"quota for \d+ (nvidia|tpu)")
+    (answer,) = [answer for answer in json.loads(result.stdout) if counted.match(answer["what"])]
     assert answer["status"] == status, answer
     if quota == "ANOTHER":
         assert answer["message"] == f"no such quota is listed: {H100_SPOT}"
+
+
+@pytest.mark.parametrize(
+    ("target", "serve", "expected"),
+    [
+        (None, None, {"8 vCPU": "ok", "32 GiB of memory": "ok"}),
+        (RTX, None, {"20 vCPU": "ok", "80 GiB of memory": "failed"}),
+        # A rollout has the instances of two revisions.
+        (
+            None,
+            {"endpoint": "words", "max_instances": 2, "cpu": 4, "memory_gib": 16},
+            {"8 vCPU": "ok", "32 GiB of memory": "ok", "16 vCPU": "ok", "64 GiB of memory": "failed"},
+        ),
+    ],
+)
+def test_cpu_and_memory_of_cloud_run_are_quotas_too(
+    deployed: Deployed, project: Project, target: Any, serve: Any, expected: dict[str, str]
+) -> None:
+    """A new project has 20 vCPUs and 40 GiB in a region."""
+    project.quotas[CLOUD_RUN_L4.replace("L4", "RtxPro6000")] = [({}, "1000")]
+    changes = {"serve": {"type": "cloud_run", "ttl": "1h", **serve}} if serve else {}
+    job = spec(_placed(target, None) if target else None, **changes)
+    answers = {answer["what"]: answer for answer in json.loads(deployed.run("preflight", job, "--json").stdout)}
+    found = {what: each["status"] for what, each in answers.items() if "vCPU" in what or "memory" in what}
+    assert found == {f"quota for {amount} in us-central1": status for amount, status in expected.items()}
+    if target is RTX:
+        memory = answers["quota for 80 GiB of memory in us-central1"]
+        assert memory["message"] == "MemAllocPerProjectRegion allows 40"
+        assert memory["mend"] == "https://console.cloud.google.com/iam-admin/quotas?project=p"
 
 
 def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_status_shows_the_whole_record(deployed: Deployed) -> None:
         "accepted 30 min",
         "preempted",
         "(training $2.00, endpoint at most $",
-        "exact_match 0.125 → 0.9567, tokens 1,234,567\n",
+        "result   exact_match 0.125 → 0.9567\ntraining tokens 1,234,567\n",
         "endpoint https://e.run.app/v1\n",
         "model job, until 2100-01-01 00:00 UTC, when the budget is spent\n",
         "created   projects/p/locations/us-central1/services/s\n",

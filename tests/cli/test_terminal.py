@@ -8,24 +8,32 @@ import pty
 import re
 import struct
 import subprocess
+import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 import click
 import pytest
 
 from dropforge.base.errors import ErrorClass
 from dropforge.run.record import RunError, RunState
+from dropforge_cli.display import awaited
 from dropforge_cli.main import cli
 
+from ..deployments import clients
 from .commands import COMMAND
-from .conftest import Deployed, Run, attempt, served
+from .conftest import EXAMPLE, Deployed, Run, attempt, entry, served
 
 COLUMNS = 80
 RUN = "a-job-of-many-letter-0123456789ab"
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)m")
 # What they print is data that programs read.
-DATA = ("plan", "preflight", "runs", "status", "logs", "cost", "audit")
+DATA = [
+    *(["validate"], ["plan"], ["preflight"], ["runs"], ["status"], ["trace"], ["logs"], ["cost"], ["audit"]),
+    *(["endpoints"], ["policy", "check"], ["policy", "show"], ["index", "rebuild"]),
+]
 
 
 def walk(command: click.Command, *names: str) -> Iterator[tuple[str, ...]]:
@@ -46,22 +54,33 @@ def test_every_command_has_plain_help_of_80_columns(dropforge: Run, names: tuple
     assert max(map(len, result.output.splitlines())) <= COLUMNS
 
 
-@pytest.mark.parametrize("name", DATA)
-def test_data_has_json(name: str) -> None:
-    command = cli.get_command(click.Context(cli), name)
+@pytest.mark.parametrize("names", DATA, ids=" ".join)
+def test_data_has_json(names: list[str]) -> None:
+    command: click.Command | None = cli
+    for name in names:
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), name)
     assert command is not None
     assert "--json" in {option for parameter in command.params for option in parameter.opts}
 
 
-def on_terminal(*arguments: str, **environment: str) -> str:
-    """Run a command on a terminal of 80 columns; return what it printed."""
+def on_terminal(
+    *arguments: str,
+    command: Sequence[str] = COMMAND,
+    stdout: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Run a command on a terminal of 80 columns; return what it printed there. `stdout` may be another file."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     unset = {"NO_COLOR", "COLUMNS", "FORCE_COLOR"}
     clean = {name: value for name, value in os.environ.items() if name not in unset}
-    command = [*COMMAND, *arguments]
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env={**clean, "TERM": "xterm-256color", **environment}
+        [*command, *arguments],
+        stdin=slave,
+        stdout=slave if stdout is None else stdout,
+        stderr=slave,
+        env={**clean, "TERM": "xterm-256color", **environment},
     )
     os.close(slave)
     printed = b""
@@ -98,11 +117,82 @@ def test_runs_on_a_terminal_of_80_columns(failed: Deployed) -> None:
     assert "6 more: `--limit 26` lists them all" in lines
 
 
+OUTPUTS = (
+    ["runs"], ["status", RUN], ["trace", RUN], ["cost"], ["cost", "--by", "model"], ["endpoints"], ["policy", "show"],
+    ["index", "rebuild"], ["validate", "spec.json"], ["plan", "spec.json"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_80_columns_split_no_name_and_only_names_are_longer(failed: Deployed, arguments: list[str]) -> None:
+    """A name that is longer than a line is the last word of its line: the terminal wraps it, and it can be copied.
+
+    The spec is copied into the working directory: the path of this checkout can be longer than a line.
+    """
+    Path("spec.json").write_bytes(EXAMPLE.read_bytes())
+    resource = f"projects/p/locations/us-central1/services/df-{RUN}-serve-and-more"
+    failed.ledger(RUN, entry("run.googleapis.com/Service", resource))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(*arguments))
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
+    assert all(len(" ".join(line.split(" ")[:-1])) <= COLUMNS for line in lines)
+    assert [line for line in lines if len(line) > COLUMNS and "/" not in line.split(" ")[-1]] == []
+    if RUN in arguments:
+        assert any(RUN in line for line in lines)
+    if arguments[0] == "status":
+        assert any(line.endswith(resource) for line in lines)
+
+
+def test_a_terminal_shows_that_a_command_works(failed: Deployed, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    clients.storage().create_bucket("rows")
+    assert "listing runs" in on_terminal("runs")
+    assert "copying to gs://rows/rows.csv" in on_terminal("put", str(tmp_path / "rows.csv"), "gs://rows/rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [
+        (["plan", str(EXAMPLE)], ["the model's configuration"]),
+        (["validate", str(EXAMPLE)], ["the model's configuration"]),
+        (["submit", str(EXAMPLE)], ["an earlier run", "the columns of the data", "the model and", "dropping the spec"]),
+        (["status", RUN], ["reading the endpoints", "reading the run"]),
+        (["trace", RUN], ["reading the trace"]),
+        (["cost"], ["reading the endpoints"]),
+        (["endpoints"], ["reading the endpoints"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_terminal_shows_what_a_command_asks_the_cloud(
+    failed: Deployed, arguments: list[str], work: list[str]
+) -> None:
+    text = on_terminal(*arguments)
+    assert [part for part in work if part not in text] == []
+
+
+COUNT = """
+from dropforge_cli import display
+display.QUICK_SECONDS = 0
+for number in display.counted(range(3), 3, "numbers"):
+    print(number)
+"""
+
+
+def test_a_bar_on_the_terminal_leaves_the_result_in_the_file(tmp_path: Path) -> None:
+    with (tmp_path / "result").open("w") as file:
+        text = on_terminal(stdout=file.fileno(), command=[sys.executable, "-P", "-c", COUNT])
+    assert "numbers" in text
+    assert (tmp_path / "result").read_text() == "0\n1\n2\n"
+
+
+def test_what_is_awaited_comes_whole() -> None:
+    assert [list(awaited(range(count), "waits")) for count in (0, 1, 3)] == [[], [0], [0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
 def test_colours_stay_away_if_the_user_says_so(failed: Deployed, environment: dict[str, str], coloured: bool) -> None:
-    text = on_terminal("status", RUN, **environment)
+    text = on_terminal("status", RUN, environment=environment)
     assert "line 3 is not JSON" in text
     assert bool(COLOUR.search(text)) is coloured
 

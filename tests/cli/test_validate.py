@@ -35,6 +35,22 @@ def test_every_problem_has_its_pointer_and_one_bad_file_does_not_hide_another(dr
     assert "'evaluation'?" in result.output
 
 
+def test_programs_get_every_problem_and_every_note(dropforge: Run) -> None:
+    invalid = json.loads((INVALID / "unknown-field.json").read_text())["spec"]
+    Path("bad.json").write_text(json.dumps(invalid))
+    high = {**json.loads(EXAMPLE.read_text()), "training": {"adapter": {"type": "qlora"}, "learning_rate": 0.05}}
+    Path("high.json").write_text(json.dumps(high))
+    result = dropforge("validate", "--json", "bad.json", "high.json", EXAMPLE)
+    assert result.exit_code == 1
+    bad, noted, good = json.loads(result.stdout)
+    [problem] = bad["problems"]
+    assert (bad["spec"], bad["ok"], problem["pointer"]) == ("bad.json", False, "/evalution")
+    assert "'evaluation'?" in problem["expected"]
+    assert (noted["ok"], noted["problems"]) == (True, [])
+    assert any("learning rate" in note or "learning_rate" in note for note in noted["notes"])
+    assert good == {"spec": str(EXAMPLE), "ok": True, "problems": [], "notes": []}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -54,7 +54,7 @@ def client(access: Access) -> Iterator[TestClient]:
         return response
 
     routes = [Route(path, page, methods=["GET", "POST"]) for path in ("/runs", "/enter")]
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, access=access)])
+    app = Starlette(routes=routes, middleware=[Middleware(Guard, gate=access)])
     with TestClient(app, base_url=f"http://{HOST}") as client:
         yield client
 

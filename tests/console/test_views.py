@@ -94,6 +94,14 @@ def test_a_run_that_waits_says_so(run: Record, word: str) -> None:
     assert views.status(Summary.of(run)).word == word
 
 
+def test_the_page_of_a_run_has_the_reason_of_its_wait() -> None:
+    waiting = record((RunState.PROVISIONING, 1), attempts=[attempt(wait_reason="no capacity for nvidia-l4")])
+    assert views.wait_text(waiting) == "no capacity for nvidia-l4"
+    queued = record((RunState.ACCEPTED, 0), queued=Queued(rule="max_runs", place=3, since=BEGAN))
+    assert views.wait_text(queued) == "Waits for a place by max_runs: number 3 in the queue."
+    assert views.wait_text(record((RunState.TRAINING, 1))) == ""
+
+
 def test_every_state_has_a_shape_of_its_own() -> None:
     shown = [views.status(Summary.of(record((state, 0)))) for state in RunState]
     assert len({(status.word, status.icon) for status in shown}) == len(RunState)
@@ -137,6 +145,7 @@ def test_a_failed_attempt_says_why() -> None:
     [
         (views.Wanted("gemma search"), True),
         (views.Wanted("TEAM=search"), True),
+        (views.Wanted("ann@EXAMPLE"), True),
         (views.Wanted("llama"), False),
         (views.Wanted(state="TRAINING"), True),
         (views.Wanted(state="FAILED"), False),
@@ -144,7 +153,8 @@ def test_a_failed_attempt_says_why() -> None:
     ],
 )
 def test_a_search_looks_at_name_model_and_labels(wanted: views.Wanted, is_shown: bool) -> None:
-    assert bool(views.selected([Summary.of(record((RunState.TRAINING, 1)), about(SPEC))], wanted, NOW)) == is_shown
+    run = record((RunState.TRAINING, 1), submitter="ann@example.com")
+    assert bool(views.selected([Summary.of(run, about(SPEC))], wanted, NOW)) == is_shown
 
 
 @pytest.mark.parametrize(
@@ -172,3 +182,32 @@ def test_the_spec_of_a_run_can_be_dropped_again(path: Path) -> None:
     text = views.spec_text(stored)
     assert parse_spec(text.encode()) == stored
     assert len(json.loads(text)["training"]) <= len(document["training"])
+
+
+def test_a_list_is_of_the_wanted_days_and_models_and_the_best_results_come_first() -> None:
+    def run(day: int, metrics: dict[str, float | None], model: str = "google/gemma-2b") -> Summary:
+        found = record((RunState.SUCCEEDED, 1), run=f"r-{day:012x}", metrics=metrics)
+        known = about(SPEC).model_copy(update={"model": model})
+        return Summary.of(found, known).model_copy(update={"created": BEGAN + timedelta(days=day)})
+
+    runs = [
+        run(4, {"loss": 0.9}),
+        run(3, {"exact_match": 0.2}, "other"),
+        run(2, {}),
+        run(1, {"loss": 0.1, "exact_match": None}),
+        run(0, {"exact_match": 0.8, "loss": 9.0}),
+    ]
+
+    def days(wanted: views.Wanted) -> list[int]:
+        return [(found.created - BEGAN).days for found in views.selected(runs, wanted, NOW)]
+
+    assert days(views.Wanted(sort="metric")) == [0, 3, 1, 4, 2]
+    assert days(views.Wanted(sort="oldest")) == [0, 1, 2, 3, 4]
+    assert days(views.Wanted(since="2026-11-25", until="2026-11-27")) == [3, 2, 1]
+    assert days(views.Wanted(model="other")) == [3]
+
+
+def test_the_title_says_how_far_a_training_is() -> None:
+    training, ended = record((RunState.TRAINING, 1)), record((RunState.FAILED, 1))
+    assert [views.percent(each, progress(28, 1.0)) for each in (training, ended)] == [28, None]
+    assert views.percent(training, None) is None

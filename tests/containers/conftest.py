@@ -69,6 +69,7 @@ class Cloud:
             "PATH": os.environ["PATH"],
             "HOME": os.environ.get("HOME", "/tmp"),
             **libraries_environment(self.server.url, self.server.grpc_address, "local"),
+            "DROPFORGE_CPU_STANDS_IN": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }

@@ -85,4 +85,4 @@ def test_an_unknown_role_is_refused() -> None:
     command = [sys.executable, "-P", str(ROOT / "tools" / "images_local.py"), "train_nothing"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "there is no containers/train_nothing; expected train_trl, " in done.stderr
+    assert "there is no containers/train_nothing; expected console, train_trl, " in done.stderr

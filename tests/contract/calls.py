@@ -49,6 +49,7 @@ PATHS = {
     rf"GET /v1/{PLACE}/clusters/[^/]+": "container.projects.locations.clusters.get",
     rf"DELETE /v1/{PLACE}/clusters/[^/]+": "container.projects.locations.clusters.delete",
     rf"GET /v1/{PLACE}/operations/[^/]+": "container.projects.locations.operations.get",
+    rf"GET /v2/{PLACE}/acceleratorTypes/[^/]+": "tpu.projects.locations.acceleratorTypes.get",
     rf"GET /v2/{PLACE}/nodes": "tpu.projects.locations.nodes.list",
     rf"POST /v2/{PLACE}/nodes": "tpu.projects.locations.nodes.create",
     rf"GET /v2/{PLACE}/nodes/[^/]+": "tpu.projects.locations.nodes.get",
@@ -59,6 +60,8 @@ PATHS = {
     rf"GET /v2/{PLACE}/queuedResources/[^/]+": "tpu.projects.locations.queuedResources.get",
     rf"DELETE /v2/{PLACE}/queuedResources/[^/]+": "tpu.projects.locations.queuedResources.delete",
     r"GET /compute/v1/projects/[^/]+/aggregated/disks": "compute.disks.aggregatedList",
+    r"GET /compute/v1/projects/[^/]+/aggregated/acceleratorTypes": "compute.acceleratorTypes.aggregatedList",
+    r"GET /compute/v1/projects/[^/]+/regions/[^/]+": "compute.regions.get",
     rf"GET {ZONE}/disks": "compute.disks.list",
     rf"POST {ZONE}/disks": "compute.disks.insert",
     rf"GET {ZONE}/disks/[^/]+": "compute.disks.get",
@@ -74,11 +77,13 @@ PATHS = {
     f"/{EXECUTIONS}/GetExecution": f"{STARTED}.get",
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
     r"GET /v3/projects/[^/]+/timeSeries": "monitoring.projects.timeSeries.list",
+    r"GET /v3/projects/[^/]+/alerts": "monitoring.projects.alerts.list",
     r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }
-# Other services need no permission of Google Cloud, nor do an account's own tokens.
-NO_API = re.compile(r"POST /(slack|channels)/|POST /v1/token$")
+EXCHANGE = "POST /v1/token"  # of an account's own token, which needs no permission
+# Other services need no permission of Google Cloud.
+NO_API = re.compile(rf"POST /(slack|channels)/|{EXCHANGE}$")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "endpoint_objects": re.compile(r"endpoints/"),
@@ -113,6 +118,11 @@ def needs(path: Path) -> set[Need]:
     for line in path.read_text().splitlines():
         needed.update(_needs_of(json.loads(line)))
     return needed
+
+
+def apis(path: Path) -> set[str]:
+    """Return the APIs of all calls that the file records, such as `run`. An API must be enabled in the project."""
+    return {api for line in path.read_text().splitlines() if (api := _api_of(json.loads(line)))}
 
 
 def grants() -> set[Grant]:
@@ -183,6 +193,19 @@ def _needs_of(call: dict[str, Any]) -> Iterator[Need]:
                 yield Need(account, where, permission, method)
 
 
+def _api_of(call: dict[str, Any]) -> str:
+    """Return the API of a call; "" for a call that is none of Google's APIs."""
+    if call["call"] == EXCHANGE:
+        return "sts"
+    if call["call"].startswith("kubernetes "):
+        return "container"
+    if call["call"] == INVOCATION or NO_API.match(call["call"]):
+        return ""
+    return {PATHS[CALLBACK]: "workflowexecutions", PATHS["invoke"]: "run"}.get(
+        method := _methods_of(call)[1], method.partition(".")[0]
+    )
+
+
 def _in_own_cluster(need: Need) -> Need:
     """The same need where IAM decides (https://cloud.google.com/kubernetes-engine/docs/reference/api-permissions)."""
     verb, _, resource = need.permission.partition(" ")
@@ -216,7 +239,8 @@ def _storage_methods(call: dict[str, Any], verb: str, path: str) -> list[str]:
     name = unquote(rest.removeprefix("o").removeprefix("/"))
     on = f"{_bucket(bucket)}/{name or call.get('object', '')}"
     if not rest:
-        return [on, "storage.buckets.get"]
+        variant = ["storage.buckets.get (for its location)"] if call["caller"] == "preflight" else []
+        return [on, "storage.buckets.get", *variant]
     if "/upload/" in path:
         match = parse_qs(urlsplit(call["call"].partition(" ")[2]).query).get("ifGenerationMatch")
         replaces = "overwrite" if match != ["0"] else "exists already"

@@ -37,6 +37,13 @@ def local(name: str) -> Any:
     return blocks("locals")[()][name]
 
 
+def enabled_apis() -> set[str]:
+    """Return the APIs that terraform/ enables, such as `run`."""
+    services = resources("google_project_service").values()
+    named = " ".join(str(service.get("for_each", service["service"])) for service in services)
+    return set(re.findall(r"([a-z]+)\.googleapis\.com", named))
+
+
 @cache
 def permissions() -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((TERRAFORM / "permissions.yaml").read_text())

@@ -80,7 +80,10 @@ class Provider:
         return _field(1, request[2])
 
     def PlanResourceChange(self, request: dict[int, Any]) -> bytes:
-        kind, proposed = request[1].decode(), _value(request[3])
+        kind, prior, proposed = request[1].decode(), _value(request[2]), _value(request[3])
+        if prior and proposed:  # Terraform keeps what the cloud gave to an argument, and not what it gave to a block
+            kept = [name for name, block in self.resources[kind].blocks.items() if block.is_computed]
+            proposed |= {name: proposed[name] or prior[name] for name in kept}
         planned = proposed and self._fill(self.resources[kind], proposed, lambda *_: UNKNOWN)
         return _field(1, _dynamic(planned)) + _field(5, 1)
 

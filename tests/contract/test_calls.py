@@ -8,6 +8,7 @@ import uuid
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,8 +30,8 @@ from ..deployments import clients
 from ..stack.conftest import NOOP_CONFIG, User, user_of
 from ..stack.named import KINDS
 from ..stack.targets import PARTS, SERVES
-from .calls import ENDERS, Grant, Need, grants, methods, needs, unmet, unused
-from .configuration import permissions
+from .calls import ENDERS, Grant, Need, apis, grants, methods, needs, unmet, unused
+from .configuration import enabled_apis, permissions
 
 DATA = "recorded-data"
 HALVES = {"on_spec_uploaded": "finalized", "on_spec_deleted": "deleted", "on_spec_message": ""}
@@ -60,6 +61,7 @@ UNUSED = {
         for verb in ("delete", "get")
     },
     Grant("access", "runs_bucket", "storage.buckets.get"): "needed by vLLM's streamer, on a GPU",
+    Grant("ask", "project", "run.routes.invoke"): "lent to the console (tests/stack/test_console_iap.py)",
     Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): EXISTS_ALREADY,
     Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): EXISTS_ALREADY,
     # On a slow machine pods are ready when `deploy` looks first.
@@ -68,6 +70,7 @@ UNUSED = {
         Grant("rollout", "kubernetes", f"get {plural}"): EXISTS_ALREADY
         for plural in ("autoscaling/horizontalpodautoscalers", "monitoring.googleapis.com/podmonitorings")
     },
+    Grant("deploy", "project", "workflows.executions.list"): "needed when a call of deploy is repeated",
     Grant("rollout", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
@@ -86,6 +89,10 @@ UNUSED = {
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
     Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",
+    **{
+        Grant("preflight", "project", permission): "the local stack does not emulate it (tests/cli/test_preflight.py)"
+        for permission in ("cloudquotas.quotas.get",)
+    },
     Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",
 }
 
@@ -108,8 +115,8 @@ def test_methods_need_the_permissions_that_google_documents() -> None:
 
 
 @pytest.fixture(scope="module")
-def needed(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
-    """The needs of all calls of a stack whose runs ended in every way."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of all calls of a stack whose runs ended in every way."""
     state = tmp_path_factory.mktemp("recorded")
     replace(NOOP_CONFIG, record=True).save(state)
     local.up(state)
@@ -118,7 +125,17 @@ def needed(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
             live(user_of(state))
     finally:
         local.down(state)
-    return needs(state / FILE)
+    return state / FILE
+
+
+@pytest.fixture(scope="module")
+def needed(recorded: Path) -> set[Need]:
+    return needs(recorded)
+
+
+def test_every_api_that_is_called_is_enabled(recorded: Path) -> None:
+    called = apis(recorded)
+    assert {"sts", "storage", "run"} <= called <= enabled_apis()
 
 
 def test_every_call_is_granted(needed: set[Need]) -> None:
@@ -150,14 +167,16 @@ def live(user: User) -> None:
     failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, RAY_CLUSTER, NOT_QUEUED)]
     named = {
         kind: [
-            user.drop(user.spec(serve={"type": kind, **SERVES[kind], "endpoint": f"on-{kind.replace('_', '-')}"}))
+            user.drop(user.spec(serve={**serve, "type": kind, "endpoint": f"on-{kind.replace('_', '-')}"}))
             for _ in range(3)
         ]
-        for kind in KINDS
+        for kind, serve in ((kind, {**SERVES[kind], "price_usd_per_hour": 2}) for kind in KINDS)
     }
     rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
     rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
     late_and_unknown(user)
+    for kind in PARTS:
+        assert call(user, "preflight", {"spec": json.dumps(spec(user, kind, serve=kind in SERVES))})
     lost = [submitted_by_halves(user, function) for function in HALVES]
     for run in hanging:
         record = user.wait(run, "TRAINING")
@@ -187,7 +206,7 @@ def live(user: User) -> None:
 
 
 def end_named(user: User, name: str, runs: list[str]) -> None:
-    """Roll a named endpoint back, whose models are those of `runs`, and let the sweep retire it."""
+    """Roll a named endpoint back, whose models are those of `runs`; let the sweep suspend it, resume it, retire it."""
     endpoints = EndpointStore(user.store, Clock())
     for run in runs:
         record = user.wait(run, timeout=PATIENCE_SECONDS)
@@ -195,6 +214,11 @@ def end_named(user: User, name: str, runs: list[str]) -> None:
     serves = endpoints.record(name).stable
     user.publish("dropforge-operations", json.dumps({"rollback": name}).encode())
     user.until(lambda: endpoints.record(name).stable != serves)
+    budget: dict[str, Any] = {"endpoint": name, "usd": 1e-6, "per": "month"}
+    user.publish("dropforge-operations", json.dumps({"budget": budget}).encode())
+    user.until(lambda: call(user, "sweep", {}) and endpoints.record(name).suspended)
+    user.publish("dropforge-operations", json.dumps({"budget": {**budget, "usd": 1000}}).encode())
+    user.until(lambda: not endpoints.record(name).suspended and endpoints.record(name).current is None)
     change = {"extend": {"endpoint": name, "ttl": "1s"}}
     user.publish("dropforge-operations", json.dumps(change).encode())
     user.until(lambda: call(user, "sweep", {}) and endpoints.record(name).retired)
@@ -253,6 +277,8 @@ def late_and_unknown(user: User) -> None:
         user.until(partial(call, user, function, event, headers))
     user.publish("dropforge-job-events", STARTED.replace("RUN", run).encode())
     assert not call(user, "access", {"run": run, "proof": ""})
+    assert not call(user, "ask", {"of": run})
+    assert not call(user, "preflight", {"spec": {}})
     assert not call(user, "notify", {"run": run, "execution": "e", "state": "FAILED"})
     assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})
 

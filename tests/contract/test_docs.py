@@ -9,6 +9,11 @@ from pathlib import Path
 import click
 import pytest
 
+from containers.common.rows import MIN_TRAIN_ROWS
+from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.control_plane import RUN, usage_of_training
+from dropforge.plan import OLD_PRICE
 from dropforge_cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +56,28 @@ def _existing(argument: str) -> str:
     """Replace the files of the user by an existing file: click checks that files exist."""
     is_users = argument in ("my-job.json", "my-rows.csv", "tickets.csv")
     return str(ROOT / "examples" / "local" / "cloud_run.json") if is_users else argument
+
+
+def test_the_page_about_bills_has_the_figures_of_the_code() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "cost.md").read_text())
+    assert f"by at most one check interval ({Settings.check_interval_seconds // 60} minutes)" in page
+    assert f"`plan` says so after {OLD_PRICE.days} days" in page
+    assert f"about {RUN.usd:.4f} USD for a run that ends at once" in page
+    assert usage_of_training(2 * 3600, Settings.check_interval_seconds).usd < 0.01
+    assert "less than a cent for an attempt of two hours" in page
+    kept = re.search(
+        r'"soft_delete_days" \{.*?default += (\d+)', (ROOT / "terraform" / "variables.tf").read_text(), re.S
+    )
+    assert kept is not None
+    assert f"for `soft_delete_days` ({kept[1]})" in page
+
+
+def test_the_questions_name_classes_and_figures_of_the_code() -> None:
+    page = (ROOT / "docs" / "faq.md").read_text()
+    named = re.findall(r"^\| class `(\w+)` ", page, re.M)
+    assert len(named) == len(set(named)) >= 7
+    assert set(named) <= set(ErrorClass)
+    assert f"At least {MIN_TRAIN_ROWS} to train on" in page
 
 
 def test_the_index_lists_every_page() -> None:

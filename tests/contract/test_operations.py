@@ -59,7 +59,7 @@ def test_the_settings_that_deploy_md_shows_are_variables() -> None:
 
 def test_every_file_of_terraform_is_described() -> None:
     described = set(re.findall(r"\.\./terraform/(\w+\.tf)\)", DEPLOY))
-    not_made = {"apis.tf", "outputs.tf", "versions.tf"}
+    not_made = {"outputs.tf", "versions.tf"}
     assert described == {path.name for path in (ROOT / "terraform").glob("*.tf")} - not_made
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from dropforge.platforms import servers
 from dropforge.stages.rollout.answers import ROLLOUT_ANSWERS
 from workflows_engine import Limits, compile_source
@@ -14,8 +16,10 @@ SOURCE = (ROOT / "workflows" / "rollout.workflows.yaml").read_text()
 RUN_SOURCE = (ROOT / "workflows" / "run.workflows.yaml").read_text()
 
 
-def test_it_compiles() -> None:
-    assert compile_source(SOURCE, Limits())
+@pytest.mark.parametrize("source", [SOURCE, RUN_SOURCE], ids=["rollout", "run"])
+def test_it_compiles_without_a_warning(source: str) -> None:
+    _, warnings = compile_source(source, Limits())
+    assert warnings == []
 
 
 def test_it_goes_round_on_the_one_answer_that_says_when_to_call_again() -> None:

@@ -114,6 +114,14 @@ def test_a_served_run() -> None:
     assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, True]
 
 
+def test_a_look_follows_after_the_time_that_the_last_answer_says() -> None:
+    def seconds(*answers: dict[str, Any]) -> float:
+        return Run(inspect=[*answers, TRAINED_ONLY]).seconds
+
+    assert seconds(WAITING) - seconds() == WAITING["wait_seconds"]
+    assert seconds(WAITING, {**WAITING, "wait_seconds": 7}) - seconds(WAITING) == 7
+
+
 def test_a_train_only_run() -> None:
     run = Run(inspect=[TRAINED_ONLY])
     assert run.status == "SUCCEEDED"

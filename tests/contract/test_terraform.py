@@ -18,14 +18,16 @@ import yaml
 from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
+from dropforge.platforms import platform_of, servers, targets
 from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
 from dropforge.spec.policy import MAX_POLICY_BYTES
+from dropforge_cli.preflight import ALWAYS
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
 from ..schemas import google_provider
-from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
+from .configuration import ROOT, TERRAFORM, blocks, enabled_apis, images, local, permissions, render, resources
 
 DATA = ROOT / "tests" / "data"
 CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
@@ -33,7 +35,15 @@ ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
 GRANTS = [(account, scope, held) for account, body in ACCOUNTS.items() for scope, held in body["grants"].items()]
 SAMPLES: list[dict[str, Any]] = yaml.safe_load((DATA / "google_provider_samples.yaml").read_text())
 # Arguments without a sample; the provider's schema and Google's page of the method have them.
-UNSAMPLED = {"google_container_cluster": {"description"}}
+UNSAMPLED = {
+    "google_cloud_run_v2_service": {
+        "template.max_instance_request_concurrency",
+        "template.scaling",
+        "template.scaling.max_instance_count",
+        "template.scaling.min_instance_count",
+    },
+    "google_container_cluster": {"description"},
+}
 LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
 TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
 REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
@@ -63,13 +73,14 @@ def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     called.append("notify")  # executions of workflows from before 2026-11-24 call it
     triggers = {trigger.name.replace("-", "_"): trigger.function for trigger in stack.triggers()}
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggers.values(), "events"), "sweep": "scheduler"}
-    expected["access"] = "trainer"
+    expected |= {"access": "trainer", "ask": "console", "preflight": "console"}
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
+    assert triggers.pop("on_console") == "on_spec_message"  # of a deployment with a console
     assert {name: trigger["function"] for name, trigger in local("_triggers").items()} == triggers
 
 
 def test_every_setting_exists_and_every_required_setting_is_given() -> None:
-    given = {*local("_settings"), *(f"{role}_image" for role in images())}
+    given = {*local("_settings"), *(f"{role}_image" for role in images() if role != "console")}
     assert REQUIRED <= given <= {field.name for field in fields(Settings)}
 
 
@@ -80,6 +91,7 @@ def test_every_setting_exists_and_every_required_setting_is_given() -> None:
         (("google_storage_bucket", "runs"), stack.RUNS_BUCKET),
         (("google_pubsub_topic", "requests"), stack.REQUESTS),
         (("google_pubsub_topic", "operations"), stack.OPERATIONS),
+        (("google_pubsub_topic", "console"), stack.CONSOLE),
         (("google_pubsub_topic", "job_events"), stack.JOB_EVENTS),
         (("google_pubsub_topic", "run_events"), stack.RUN_EVENTS),
         (("google_workflows_workflow", "run"), stack.WORKFLOW),
@@ -100,6 +112,21 @@ def test_the_workflow_is_given_every_variable_that_it_reads() -> None:
     text = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     read = {name for name in re.findall(r'sys\.get_env\("(\w+)"\)', text) if not name.startswith("GOOGLE_CLOUD_")}
     assert set(resources()["google_workflows_workflow", "run"]["user_env_vars"]) == read
+
+
+def test_every_api_that_the_code_names_is_enabled() -> None:
+    """tests/contract/test_calls.py has the APIs that are called through Google's clients."""
+    code = [path for top in ("functions", "cli", "console") for path in (ROOT / top).rglob("*.py")]
+    address = re.compile(r"https://([a-z]+)\.googleapis\.com|google_apis\.(?:get|post)\(\s*\"([a-z]+)\"")
+    named = {api for path in code for found in address.findall(path.read_text()) for api in found if api}
+    assert {"sts", "cloudquotas"} <= named
+    assert named - {"www"} <= enabled_apis()
+
+
+def test_preflight_asks_only_for_apis_that_are_enabled() -> None:
+    of_platforms = {name for kind in {*targets(), *servers()} for name in platform_of(kind).services}
+    assert {"iamcredentials", "sts"} <= {*ALWAYS}
+    assert {*ALWAYS, *of_platforms} <= enabled_apis()
 
 
 @pytest.mark.parametrize("kind", ["variable", "output"])
@@ -150,11 +177,14 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
         "roles/artifactregistry.writer",  # build, on the repository
         "roles/container.defaultNodeServiceAccount",  # nodes
         "roles/eventarc.eventReceiver",  # events
+        "roles/eventarc.serviceAgent",  # Eventarc's own agent, as Google grants it
+        "roles/iap.httpsResourceAccessor",  # viewers of the console, on its service
         "roles/iam.workloadIdentityUser",  # the trainer's and the server's pods, on the account that they are
         "roles/logging.logWriter",  # build
         "roles/pubsub.publisher",  # Pub/Sub's agent on dead-letter topics, Cloud Storage's agent
+        "roles/pubsub.serviceAgent",  # Pub/Sub's own agent, as Google grants it
         "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
-        "roles/run.invoker",  # each caller on the functions that it calls
+        "roles/run.invoker",  # each caller on the functions that it calls, and IAP's agent on the console
         "roles/storage.legacyBucketReader",  # accounts that list data_buckets, whatever their project
         "roles/storage.objectUser",  # submitters on the specs bucket
         # build on its bucket and functions' sources, submitters on the runs bucket, and data_buckets
@@ -241,7 +271,7 @@ def test_providers_are_pinned_exactly() -> None:
 
 
 def test_every_image_is_built_and_every_required_image_is_demanded() -> None:
-    built = {f"{role}_image" for role in images()}
+    built = {f"{role}_image" for role in images() if role != "console"}
     containers = {f"{path.parent.name}_image" for path in ROOT.glob("containers/*/Dockerfile")}
     assert IMAGE_FIELDS & (containers | REQUIRED) == built, (
         "cloudbuild.yaml builds the containers that settings.py names"

@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from dropforge.base.names import CONSOLE_SPECS_PREFIX
 from dropforge.base.settings import Settings
 from dropforge.spec.policy import policy_of
+from dropforge_console.iap import Behind
+from dropforge_console.live import STREAM_SECONDS
+from dropforge_console.people import Members
+from dropforge_local.iam.conditions import Resource, compile_condition
 from dropforge_local.iam.terraform import read_configuration
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
@@ -30,12 +35,15 @@ from .provider import Provider
 
 PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
 IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in images()}
+OF_CONTAINERS_OF_RUNS = {role: image for role, image in IMAGES.items() if role != "console"}
 # Every optional part is on.
 VARIABLES = {
     "alert_emails": ["oncall@example.com"],
     "billing_account": "000000-111111-222222",
     "cluster_regions": [REGION],
-    "console_url": "https://console.example.com",
+    "console_admins": ["user:ada@example.com"],
+    "console_submitters": ["domain:example.com", "user:sam@example.com"],
+    "console_viewers": ["group:viewers@example.com"],
     "data_buckets": ["datasets"],
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
@@ -60,6 +68,7 @@ regions: ["europe-*"]
 by_label:
   - {labels: {team: interns}, max_duration: 90s}
 """
+CONSOLE = f"https://dropforge-console-{NUMBER}.{REGION}.run.app"
 PUBLISHED = "google.cloud.pubsub.topic.v1.messagePublished"
 TOPICS = (stack.REQUESTS, stack.OPERATIONS, stack.JOB_EVENTS)
 ARCHIVE = ("output_file_mode", "output_path", "output_sha256", "source_dir", "type")
@@ -118,7 +127,7 @@ def terraform(directory: Path, *arguments: str, providers: dict[str, Any]) -> st
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of terraform/ with local state, and a gcloud that only records its commands."""
+    """A copy of terraform/ with local state, and a gcloud and a sleep that only record their commands."""
     return copy_of_terraform(tmp_path_factory.mktemp("apply"))
 
 
@@ -131,10 +140,11 @@ def copy_of_terraform(directory: Path) -> Path:
     (directory / "terraform" / "backend_override.tf").write_text('terraform {\n  backend "local" {}\n}\n')
     (directory / "terraform" / "test.auto.tfvars.json").write_text(json.dumps(VARIABLES))
     (directory / "terraform" / "policy.yaml").write_text(POLICY)
-    gcloud = directory / "bin" / "gcloud"
-    gcloud.parent.mkdir()
-    gcloud.write_text(f'#!/bin/sh\necho "gcloud $*" >> {directory}/gcloud.log\n')
-    gcloud.chmod(0o755)
+    (directory / "bin").mkdir()
+    for name in ("gcloud", "sleep"):
+        program = directory / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*" >> {directory}/{name}.log\n')
+        program.chmod(0o755)
     return directory
 
 
@@ -155,6 +165,14 @@ def applied(directory: Path) -> Applied:
         made.setdefault(kind, []).append(values)
     made["output"] = [{name: described["value"] for name, described in json.loads(output).items()}]
     return made
+
+
+@pytest.fixture(scope="module")
+def graph(applied: Applied, directory: Path) -> str:
+    """Return Terraform's graph of dependencies; it leaves out those that follow from others."""
+    assert applied, "the directory is initialized"
+    with serving(google()) as providers:
+        return terraform(directory, "graph", providers=providers)
 
 
 @contextmanager
@@ -190,6 +208,23 @@ def test_make_registry_creates_the_registry_and_no_function(applied: Applied) ->
     assert FUNCTION not in made
 
 
+def test_make_registry_grants_what_a_build_of_functions_needs_long_before_it(graph: str) -> None:
+    """A right that `make deploy` granted just before the build would not hold yet."""
+    assert '"terraform_data.registry" -> "google_project_iam_member.build_source"' in graph
+
+
+def test_one_more_api_changes_nothing_else(applied: Applied, directory: Path) -> None:
+    """A data source that is read only during the apply leaves everything that follows from it unknown in the plan."""
+    assert applied
+    more = shutil.copytree(directory, directory.with_name("more"), symlinks=True) / "terraform" / "apis.tf"
+    more.write_text(more.read_text().replace('"run.googleapis.com",', '"run.googleapis.com", "more.googleapis.com",'))
+    with serving(google()) as providers:
+        plan = terraform(more.parents[1], "plan", "-input=false", providers=providers)
+    assert re.findall(r"^  # (.*)$", plan, re.M) == [
+        'google_project_service.api["more.googleapis.com"] will be created'
+    ]
+
+
 def test_functions_read_their_settings(applied: Applied) -> None:
     functions = {f["build_config"][0]["entry_point"]: f["service_config"][0] for f in applied[FUNCTION]}
     assert set(functions) == set(entry_points())
@@ -200,7 +235,8 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         topics = (settings.requests_topic, settings.operations_topic, settings.job_events_topic)
         assert (*topics, settings.run_events_topic) == (*TOPICS, stack.RUN_EVENTS)
         assert settings.data_buckets == "datasets"
-        assert {role: getattr(settings, f"{role}_image") for role in IMAGES} == IMAGES
+        found = {role: getattr(settings, f"{role}_image") for role in OF_CONTAINERS_OF_RUNS}
+        assert found == OF_CONTAINERS_OF_RUNS
         assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
         in_cluster = ("kubernetes_namespace", "kubernetes_trainer_account", "kubernetes_server_account")
         assert [getattr(settings, name) for name in in_cluster] == [getattr(Settings, name) for name in in_cluster]
@@ -210,13 +246,29 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         )
 
 
+def test_a_function_that_asks_endpoints_has_a_way_into_the_network(applied: Applied) -> None:
+    asks = {"stages/deploy.py": "deploy", "stages/rollout/advance.py": "rollout"}  # the entry point of each module
+    package = ROOT / "functions" / "dropforge"
+    callers = {
+        str(path.relative_to(package)) for path in package.rglob("*.py") if " completion_problem(" in path.read_text()
+    }
+    assert callers == {*asks, "stages/completion.py"}
+    for function in applied["google_cloudfunctions2_function"]:
+        (config,) = function["service_config"]
+        name = function["build_config"][0]["entry_point"]
+        is_inside = config.get("direct_vpc_egress") == "VPC_EGRESS_PRIVATE_RANGES_ONLY"
+        assert is_inside is bool(config.get("direct_vpc_network_interface")) is (name in asks.values()), name
+
+
 def test_the_command_line_reads_its_settings(applied: Applied) -> None:
     content = tomllib.loads(applied["output"][0]["dropforge_toml"])
     environment = {f"DROPFORGE_{name.upper()}": value for name, value in content.items()}
     settings = Settings.from_environment(environment)
     assert settings.workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
     assert policy_of(settings.policy).max_cost_usd == 12.5
-    assert settings.page_of("r-1") == "https://console.example.com/runs/r-1"
+    assert settings.page_of("r-1") == f"{CONSOLE}/runs/r-1"
+    assert applied["output"][0]["console_url"] == CONSOLE
+    assert applied["output"][0]["console_cost"].startswith("$0 while no page is open")
 
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
@@ -291,16 +343,29 @@ def test_data_buckets_of_any_project_get_the_smallest_predefined_role(applied: A
     assert not [role for role in applied["google_project_iam_custom_role"] if "data_buckets" in role["role_id"]]
 
 
-def test_the_agent_of_workflows_is_created_before_the_workflow(applied: Applied, directory: Path) -> None:
-    """Without it, the first deployment in a new project is refused."""
+def test_the_agents_of_services_are_created_before_they_are_needed(
+    applied: Applied, directory: Path, graph: str
+) -> None:
+    """Without them, the first deployment in a new project is refused."""
     lines = (directory / "gcloud.log").read_text().splitlines()
-    (created,) = [line for line in lines if "services identity create" in line]
-    assert f"--service=workflows.googleapis.com --project={PROJECT}" in created
-    (granted,) = [line for line in lines if "roles/workflows.serviceAgent" in line]
-    assert f"--member=serviceAccount:service-{NUMBER}@gcp-sa-workflows.iam.gserviceaccount.com" in granted
-    with serving(google()) as providers:
-        graph = terraform(directory, "graph", providers=providers)
-    assert '"google_workflows_workflow.run" -> "terraform_data.workflows_agent"' in graph
+    created = [line for line in lines if "services identity create" in line]
+    services = re.findall(r"--service=(\w+)\.googleapis\.com", "".join(created))
+    assert sorted(services) == ["eventarc", "iap", "pubsub", "workflows"]
+    assert all(f"--project={PROJECT} " in line for line in created)
+    granted = [line.partition("--member=")[2] for line in lines if "add-iam-policy-binding" in line]
+    assert sorted(granted) == [
+        f"serviceAccount:service-{NUMBER}@gcp-sa-{service}.iam.gserviceaccount.com --role=roles/{service}.serviceAgent"
+        for service in ("eventarc", "pubsub", "workflows")
+    ]
+    assert (directory / "sleep.log").read_text().splitlines() == ["sleep 120"] * 3
+    assert '"google_cloud_run_v2_service_iam_member.console" -> "terraform_data.iap_agent"' in graph
+    for needs in (
+        "google_workflows_workflow.run",
+        "google_workflows_workflow.rollout",
+        "google_eventarc_trigger.trigger",
+        "google_pubsub_topic_iam_member.dead_letter",
+    ):
+        assert f'"{needs}" -> "terraform_data.agent"' in graph
 
 
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
@@ -309,12 +374,46 @@ def test_gcloud_accepts_the_commands_of_terraform(applied: Applied, directory: P
     assert refused(commands, tmp_path) == {}
 
 
+def test_the_budget_tells_the_addresses_of_alerts(applied: Applied) -> None:
+    (budget,) = applied["google_billing_budget"]
+    (rule,) = budget["all_updates_rule"]
+    assert len(rule["monitoring_notification_channels"]) == len(VARIABLES["alert_emails"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "told", "problem"),
+    [
+        ({"alert_emails": []}, False, None),
+        ({"alert_emails": [f"{name}@example.com" for name in "abcde"]}, True, None),
+        ({"alert_emails": [f"{name}@example.com" for name in "abcdef"]}, True, "at most 5 addresses"),
+        ({"alert_emails": [f"{name}@example.com" for name in "abcdef"], "billing_account": ""}, False, None),
+    ],
+)
+def test_a_budget_has_as_many_addresses_as_google_takes(
+    applied: Applied, directory: Path, tmp_path: Path, changed: dict[str, Any], told: bool, problem: str | None
+) -> None:
+    assert applied, "the directory is initialized"
+    copy = shutil.copytree(directory, tmp_path / "changed", symlinks=True)
+    (copy / "terraform" / "test.auto.tfvars.json").write_text(json.dumps({**VARIABLES, **changed}))
+    with serving(google()) as providers:
+        if problem:
+            with pytest.raises(AssertionError, match=problem):
+                terraform(copy, "plan", "-input=false", providers=providers)
+        else:
+            target = "-target=google_billing_budget.project"
+            plan = terraform(copy, "plan", "-input=false", "-state=none", target, providers=providers)
+            assert ("all_updates_rule {" in plan) is told
+
+
 def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
     bindings = applied["google_cloud_run_v2_service_iam_member"]
     callers: dict[str, tuple[str, str]] = {}
     servers = f"serviceAccount:dropforge-server@{PROJECT}.iam.gserviceaccount.com"
     for b in bindings:
-        if b["member"] == servers:
+        if b["name"] == "dropforge-console":
+            agent = f"serviceAccount:service-{NUMBER}@gcp-sa-iap.iam.gserviceaccount.com"
+            assert (b["role"], b["member"]) == ("roles/run.invoker", agent)
+        elif b["member"] == servers:
             assert (b["name"], b["role"]) == ("dropforge-access", "roles/run.invoker")
         else:
             callers[b["name"]] = (b["role"], b["member"])
@@ -333,6 +432,59 @@ def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     (lent,) = conditions["dropforge_access_lent_objects"]
     places = [f"{runs}/{prefix}/" for prefix in ("checkpoints", "models", "machines")]
     assert re.findall(r'startsWith\("([^"]*)"\)', lent["expression"]) == places
+
+
+def test_the_console_reads_its_settings_and_scales_to_zero(applied: Applied) -> None:
+    (service,) = applied["google_cloud_run_v2_service"]
+    assert (service["name"], service["iap_enabled"]) == ("dropforge-console", True)
+    (template,), (scaling,) = service["template"], service["template"][0]["scaling"]
+    assert (scaling["min_instance_count"], scaling["max_instance_count"]) == (0, 1)
+    assert int(template["timeout"].removesuffix("s")) > STREAM_SECONDS
+    assert template["service_account"] == f"dropforge-console@{PROJECT}.iam.gserviceaccount.com"
+    (container,) = template["containers"]
+    assert container["image"] == IMAGES["console"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert Settings.from_environment(environment).console_topic == "dropforge-console"
+    behind = Behind.from_environment(environment)
+    assert f"https://{behind.host}" == CONSOLE
+    assert behind.audience == f"/projects/{NUMBER}/locations/{REGION}/services/dropforge-console"
+    assert behind.submitters == Members.of(VARIABLES["console_submitters"])
+    assert behind.admins == Members.of(VARIABLES["console_admins"])
+
+
+def test_everybody_who_has_a_role_in_the_console_passes_iap_and_nobody_else(applied: Applied) -> None:
+    members = {b["member"] for b in applied["google_iap_web_cloud_run_service_iam_member"]}
+    roles = ("console_viewers", "console_submitters", "console_admins")
+    assert members == {member for role in roles for member in VARIABLES[role]}
+
+
+def test_the_console_may_call_two_functions_and_no_other_service(applied: Applied) -> None:
+    account = f"serviceAccount:dropforge-console@{PROJECT}.iam.gserviceaccount.com"
+    called = {b["name"] for b in applied["google_cloud_run_v2_service_iam_member"] if b["member"] == account}
+    assert called == {"dropforge-ask", "dropforge-preflight"}
+    held = [role["permissions"] for role in applied["google_project_iam_custom_role"] if "_console_" in role["role_id"]]
+    assert held
+    assert not [permission for permissions in held for permission in permissions if "invoke" in permission]
+
+
+def test_nobody_but_the_console_says_for_whom_it_asks(applied: Applied) -> None:
+    """The functions believe the metadata below specs/console/, and the messages of the console's topic."""
+    account = f"serviceAccount:dropforge-console@{PROJECT}.iam.gserviceaccount.com"
+    publishers = {b["member"] for b in applied["google_pubsub_topic_iam_member"] if b["topic"] == "dropforge-console"}
+    assert publishers == {account}
+    roles = {
+        f"projects/{PROJECT}/roles/{r['role_id']}": r["permissions"] for r in applied["google_project_iam_custom_role"]
+    } | {"roles/storage.objectUser": ["storage.objects.create"], "roles/storage.objectViewer": []}
+    names = (f"{CONSOLE_SPECS_PREFIX}a.json", "specs/a.json", "specs/consoles/a.json", "specs/console.json")
+    writers: dict[str, set[str]] = {name: set() for name in names}
+    for binding in applied["google_storage_bucket_iam_member"]:
+        if binding["bucket"] == stack.SPECS_BUCKET and "storage.objects.create" in roles[binding["role"]]:
+            condition = "".join(each["expression"] for each in binding.get("condition") or ())
+            for name in names:
+                resource = Resource(f"projects/_/buckets/{stack.SPECS_BUCKET}/objects/{name}")
+                if not condition or compile_condition(condition)(resource):
+                    writers[name].add(binding["member"])
+    assert writers == {name: {account} if name == names[0] else {"group:ml@example.com"} for name in names}
 
 
 RUN = "job-0123456789ab"
@@ -417,7 +569,11 @@ def test_the_local_stack_reads_the_bindings_that_terraform_makes(applied: Applie
     read = read_configuration(ROOT / "terraform", VARIABLES)
     ours = {(b.member, b.role, b.resource.rsplit("/", 1)[-1] or PROJECT, b.condition) for b in read.bindings}
     made = set()
-    for kind, target in {**BINDINGS, "google_cloud_run_v2_service_iam_member": "name"}.items():
+    more = {
+        "google_cloud_run_v2_service_iam_member": "name",
+        "google_iap_web_cloud_run_service_iam_member": "cloud_run_service_name",
+    }
+    for kind, target in {**BINDINGS, **more}.items():
         for binding in applied[kind]:
             conditions = [condition["expression"] for condition in binding.get("condition") or ()]
             made.add((binding["member"], binding["role"], binding[target].rsplit("/", 1)[-1], "".join(conditions)))
@@ -453,7 +609,9 @@ def _without_agents(bindings: set[tuple[str, str, str, str]]) -> set[tuple[str, 
     return {
         (member, role, resource, condition.replace(NUMBER, "<data.google_project.project.number>"))
         for member, role, resource, condition in bindings
-        if member.startswith(("serviceAccount:dropforge-", f"serviceAccount:{PROJECT}.svc", "group:"))
+        if member.startswith(
+            ("serviceAccount:dropforge-", f"serviceAccount:{PROJECT}.svc", "group:", "user:", "domain:")
+        )
     }
 
 
@@ -494,6 +652,8 @@ def _expected() -> dict[tuple[str, str], set[str]]:
             )
         },
         "specs_bucket": [stack.SPECS_BUCKET],
+        "console_specs": [f"{stack.SPECS_BUCKET} if console_specs"],
+        "console_topic": ["dropforge-console"],
         "data_buckets": [],  # predefined roles: see the test of data_buckets
         "run_events_topic": [stack.RUN_EVENTS],
         "job_events_topic": [stack.JOB_EVENTS],

@@ -124,16 +124,30 @@ def test_an_ended_rollout_stays_ended(late: RolloutState) -> None:
 def test_a_superseded_execution_never_owns_a_rollout_again() -> None:
     record = asked(endpoint(), "a").claimed("a", "first")
     assert record.claimed("a", "second") is record
+    assert record.released("a", "second") is record
     released = record.released("a", "first")
     assert released.claimed("a", "first") is released
     assert released.claimed("a", "second").rollout("a").execution == "second"
 
 
 def test_the_revisions_that_serve_or_may_serve_are_kept_however_many_there_were() -> None:
-    record = promoted(endpoint(), "a", 1, T0)
-    for number in range(2, 150):
+    record = promoted(promoted(endpoint(), "a", 1, T0), "b", 2, T0)
+    for number in range(3, 150):
         name = f"r{number}"
         record = deploying(record, name, number, T0).failed(name, WRONG, T0).undone(name, T0)
-    assert record.revision(1).promoted == T0
+    assert (record.revision(1).promoted, record.revision(2).promoted) == (T0, T0)
     assert len(record.revisions) < 110
     assert len(record.rollouts) < 110
+
+
+def test_a_change_whose_reply_was_lost_is_made_once() -> None:
+    """The store makes a change again after the conditional write has failed, which may have been done."""
+    later = T0 + timedelta(minutes=1)
+    once = deploying(endpoint(), "a", 1, T0)
+    revision = once.revision(1)
+    assert once.began("a", revision, later + HOUR, later) == once
+    served = once.entered("a", RolloutState.CHECKING, T0).shifts("a", T0 + HOUR, T0)
+    assert served.shifts("a", T0 + HOUR, later) == served
+    ended = served.promoted("a", URL, T0 + HOUR, T0)
+    assert ended.promoted("a", URL, T0 + HOUR, later).cost(later) == ended.cost(later)
+    assert [each.number for each in ended.revisions] == [1]

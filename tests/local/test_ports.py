@@ -1,3 +1,4 @@
+import os
 import socket
 import subprocess
 import sys
@@ -7,14 +8,17 @@ import pytest
 from dropforge_local.base import ports
 from dropforge_local.base.ports import HOST, free_port
 
-AMONG = range(32100, 32140)
+# Ports of no stack and no outgoing connection; another suite on this machine has most likely other ports.
+FIRST = 32100 + 40 * (os.getpid() % 16)
+AMONG = range(FIRST, FIRST + 40)
 # A process that takes `count` ports, says which, and lives until its input ends.
 OTHER = """
 import sys
 from dropforge_local.base.ports import free_port
 taken = set()
-for _ in range(int(sys.argv[1])):
-    taken.add(free_port(range(32100, 32140), taken))
+first, count = map(int, sys.argv[1:])
+for _ in range(count):
+    taken.add(free_port(range(first, first + 40), taken))
 print(*taken, flush=True)
 sys.stdin.read()
 """
@@ -27,7 +31,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other(count: int) -> tuple[subprocess.Popen[str], set[int]]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", OTHER, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", OTHER, str(FIRST), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     return process, {int(word) for word in process.stdout.readline().split()}
@@ -41,7 +48,7 @@ def test_two_stacks_never_give_the_same_port_before_their_containers_listen() ->
             own.add(free_port(AMONG, own))
         assert (len(its), len(theirs), len(own)) == (13, 13, 14)
         assert its | theirs | own == set(AMONG)
-        with pytest.raises(OSError, match="no free port in 32100 to 32140"):
+        with pytest.raises(OSError, match=f"no free port in {FIRST} to {FIRST + 40}"):
             free_port(AMONG, own)
         first.communicate()  # its end gives its ports back
         assert free_port(AMONG, own) in its

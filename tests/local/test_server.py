@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from aiohttp import web
+from tests.patience import looks
 
 from dropforge_local.base.db import Database
+from dropforge_local.base.ports import HOST
+from dropforge_local.base.recording import CALLERS
 from dropforge_local.base.server import BackgroundServer, Server
 
 
@@ -38,6 +42,13 @@ class Part:
         self.stops += 1
         if self.fails:
             raise RuntimeError("cannot stop")
+
+
+class Everybody:
+    """Callers who all may do everything."""
+
+    def enter(self, headers: Mapping[str, str], address: str, path: str = "") -> None:
+        """Let every request pass."""
 
 
 def assert_nothing_listens(url: str) -> None:
@@ -70,13 +81,13 @@ def test_background_server_ends_its_thread_when_a_part_cannot_stop() -> None:
 
 
 def test_background_server_leaves_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the fsync any more, and it lasts longer than the server."""
-    begun, allowed = threading.Event(), threading.Event()
+    """Nobody waits for the fsync any more, and it lasts until the server has ended its tasks."""
+    begun = threading.Event()
     tasks: set[asyncio.Task[Any]] = set()
 
     def slow(log: Path) -> None:
         begun.set()
-        assert allowed.wait(60)
+        assert any(tasks and all(task.done() for task in tasks) for _ in looks(60))
 
     async def begin_an_fsync() -> None:
         db = Database(tmp_path / "state.db")
@@ -91,6 +102,27 @@ def test_background_server_leaves_no_task(tmp_path: Path, monkeypatch: pytest.Mo
     background = BackgroundServer(lambda: [Part()])
     with background:
         background.call(begin_an_fsync())
-    allowed.set()
     assert len(tasks) >= 2
     assert all(task.done() for task in tasks)
+
+
+def test_a_caller_whose_port_was_taken_while_the_stack_was_down_gets_another(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as http, socket.socket() as grpc_socket:
+        for taken in (http, grpc_socket):
+            taken.bind((HOST, 0))
+            taken.listen()
+        kept = (http.getsockname()[1], grpc_socket.getsockname()[1])
+
+        async def run() -> dict[str, tuple[int, int]]:
+            server = Server([], callers=Everybody())
+            server.kept_ports = {CALLERS[0]: kept}
+            await server.start()
+            try:
+                return {caller: (server.http_ports[caller], server.grpc_ports[caller]) for caller in CALLERS}
+            finally:
+                await server.stop()
+
+        ports = asyncio.run(run())
+    assert set(kept).isdisjoint(ports[CALLERS[0]])
+    assert len({port for pair in ports.values() for port in pair}) == 2 * len(CALLERS)
+    assert [f"the port of {CALLERS[0]} is taken" in message for message in caplog.messages] == [True, True]

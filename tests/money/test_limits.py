@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.base.errors import ErrorClass
-from dropforge.money import MIN_ATTEMPT_SECONDS, due, endpoint_expiry, seconds_to_warning, short_endpoint
+from dropforge.money import (
+    MIN_ATTEMPT_SECONDS,
+    due,
+    endpoint_expiry,
+    seconds_to_warning,
+    serving_price,
+    short_endpoint,
+)
+from dropforge.platforms import get_target
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Progress, Started
 from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
@@ -24,6 +32,7 @@ from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems
 from dropforge.stages.await_.decide import Heard, Report
 from dropforge.stages.await_.inspect import _note_running, _stuck
+from dropforge.stages.deploy import _enter
 from dropforge.stages.provision import _open_attempt, pause_seconds
 from dropforge.stages.retries import retry_or_fail
 
@@ -189,6 +198,29 @@ def test_training_and_endpoint_together_cost_no_more_than_the_budget(
     hours = (expires - ended).total_seconds() / 3600
     assert hours * 3600 > MIN_ATTEMPT_SECONDS, "the endpoint gets a part of the budget"
     assert (run.training_cost(ended) or 0) + hours * serving * instances <= budget + 1e-5
+
+
+def test_a_kept_machine_costs_what_it_costs_where_it_trained() -> None:
+    """Before the training nobody knows where that will be: the highest price counts."""
+    zones = ["us-central1-a", "europe-west4-b"]
+    job = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "a/b"},
+        "dataset": {"source": "a/b"},
+        "training": {"adapter": {"type": "none"}},
+        "target": {"type": "tpu_vm", "placements": [{"zone": zone} for zone in zones]},
+        "serve": {"type": "training_vm", "ttl": "1h"},
+    }
+    kept = JobSpec.model_validate_json(json.dumps(job))
+    first, second = (get_target("tpu_vm").price(kept, index).usd_per_hour for index in (0, 1))
+    assert (first, second) == (9.6, 12.48)
+    assert serving_price(kept).usd_per_hour == 12.48
+    for placement, hourly in enumerate((first, second)):
+        trained = record("")
+        attempt = trained.attempts[0].model_copy(update={"placement": placement})
+        trained = trained.model_copy(update={"attempts": [attempt], "execution": "e"})
+        assert _enter(trained, "e", kept, NOW).serving_usd_per_hour == hourly
 
 
 def test_a_budget_needs_the_price_of_the_endpoint_too() -> None:

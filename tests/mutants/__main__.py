@@ -5,6 +5,7 @@
     python -m tests.mutants --survivors --simulations 200  the survivors of earlier commands, more thoroughly
     python -m tests.mutants --only stages/retries          only the mutants whose id contains the text; may be repeated
     python -m tests.mutants --judge unit --judge model     only by these judges: unit, chaos, model
+    python -m tests.mutants --tests tests/stages/x.py      the unit tests of this file or folder only; may be repeated
     python -m tests.mutants --every                        each mutant by every judge
     python -m tests.mutants --generic 100 --seed 3         mutants that operators make, drawn by a seed
     python -m tests.mutants --sample 50 --seed 3           a part of the catalogue, drawn by a seed
@@ -76,7 +77,9 @@ def _one(mutant: Mutant, judge: str) -> tuple[str, ...]:
 
 
 def _cases(lanes: Lanes, mutants: list[Mutant], options: argparse.Namespace) -> list[Case]:
-    """Each mutant by the tests and simulations that reach it."""
+    """Each mutant by the tests and simulations that reach it, or by the tests that the command names."""
+    if options.tests:
+        return [Case(mutant, ("unit",), tuple(options.tests)) for mutant in mutants]
     reach = _reach(lanes)
     cases = []
     for mutant in mutants:
@@ -105,6 +108,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Which tests notice each change?")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="mutants whose id contains it")
     parser.add_argument("--judge", action="append", choices=JUDGES, help="only this judge; may be repeated")
+    help_ = "only the unit tests in it; may be repeated"
+    parser.add_argument("--tests", action="append", default=[], metavar="PATH", help=help_)
     parser.add_argument("--every", action="store_true", help="by every judge, also after one has noticed the mutant")
     parser.add_argument("--simulations", type=int, default=SIMULATIONS, help=f"of judge chaos (default {SIMULATIONS})")
     help_ = f"processor time of judge unit (default {TEST_SECONDS:.0f})"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from .reach import WORKFLOW, Reach, Recorder, TestsRecorder
+from .reach import WORKFLOWS, Reach, Recorder, TestsRecorder
 
 if TYPE_CHECKING:
     from dropforge_local.chaos.history import History
 
 # Folders whose tests take seconds: no stack, no training.
-UNIT = ("stages", "run", "money", "tell", "platforms", "cloud", "base")
+UNIT = ("stages", "endpoints", "run", "money", "spec", "tell", "platforms", "cloud", "base")
 # Without a choice of simulations: so many of each kind. The focused ones try each aim of all targets once.
-WILD, STRUCK = 48, 48
+WILD, STRUCK, ENDPOINTS = 48, 48, 12
 EFFECTS = 600  # of a single run, at least
 
 
@@ -48,7 +48,7 @@ def unit(scope: Scope) -> str:
     failed, recorder = _Failed(), TestsRecorder(Path.cwd())
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "-W", "ignore"]
     options += ["--hypothesis-profile", "judge"]
-    tests = scope.tests or (WORKFLOW, *(f"tests/{folder}" for folder in UNIT))
+    tests = scope.tests or (*WORKFLOWS.values(), *(f"tests/{folder}" for folder in UNIT))
     code = pytest.main([*options, *tests], plugins=[failed, *([recorder] if scope.record else [])])
     if scope.record:
         recorder.reach.write(scope.record)
@@ -69,8 +69,6 @@ def model(scope: Scope) -> str:
 
 def chaos(scope: Scope) -> str:
     """The first promise that a simulation breaks."""
-    from dropforge_local.chaos.checker import check
-
     reach, recorder = Reach(), Recorder(Path.cwd())
     for name in scope.simulations or simulations():
         began = time.process_time()
@@ -78,7 +76,7 @@ def chaos(scope: Scope) -> str:
         with ExitStack() as stack:
             reach.simulations[name] = stack.enter_context(recorder.on()) if scope.record else []
             history = simulate()
-        if problems := check(history):
+        if problems := _checker(name)(history):
             return f"{name}: {problems[0]}"
         reach.seconds[name] = time.process_time() - began
     if scope.record:
@@ -87,7 +85,8 @@ def chaos(scope: Scope) -> str:
 
 
 def simulations() -> tuple[str, ...]:
-    """The names of all simulations, the kinds in turn: wild seeds, focused seeds, and strikes of a single run."""
+    """The names of all simulations, the kinds in turn: wild seeds, focused seeds, strikes of a single run, and lives of
+    named endpoints."""
     from dropforge_local.chaos.faults import STRIKES
     from dropforge_local.chaos.focus import aims
     from dropforge_local.chaos.specs import TARGETS
@@ -96,12 +95,14 @@ def simulations() -> tuple[str, ...]:
     wild = [f"wild {number}" for number in range(WILD)]
     focused = [f"focused {number}" for number in range(len(aims(targets)))]
     struck = [f"struck {target} {draw.randint(1, EFFECTS)} {draw.choice(STRIKES)}" for target in targets * STRUCK]
-    kinds = (wild, focused, struck[:STRUCK])
+    endpoints = [f"endpoints {number}" for number in range(ENDPOINTS)]
+    kinds = (wild, focused, struck[:STRUCK], endpoints)
     return tuple(name for names in zip_longest(*kinds) for name in names if name)
 
 
 def simulation(name: str) -> Callable[[], History]:
-    """The simulation of a name: "wild SEED", "focused SEED", or "struck TARGET EFFECT FAULT"."""
+    """The simulation of a name: "wild SEED", "focused SEED", "endpoints SEED", or "struck TARGET EFFECT FAULT"."""
+    from dropforge_local.chaos import endpoint_lives
     from dropforge_local.chaos.faults import Strike
     from dropforge_local.chaos.simulation import run, run_focused, run_struck
 
@@ -109,7 +110,14 @@ def simulation(name: str) -> Callable[[], History]:
     if kind == "struck":
         target, effect, fault = rest
         return partial(run_struck, Strike(int(effect), fault), target)
-    return partial({"wild": run, "focused": run_focused}[kind], int(rest[0]))
+    return partial({"wild": run, "focused": run_focused, "endpoints": endpoint_lives.run}[kind], int(rest[0]))
+
+
+def _checker(name: str) -> Callable[[History], Sequence[object]]:
+    """The rules that the history of a simulation must keep."""
+    from dropforge_local.chaos import checker, endpoint_rules
+
+    return endpoint_rules.check if name.startswith("endpoints ") else checker.check
 
 
 JUDGES: dict[str, Judge] = {"unit": unit, "chaos": chaos, "model": model}

@@ -114,7 +114,8 @@ def _changes_of(node: ast.AST, places: _Places) -> Iterator[Change]:
     elif isinstance(node, ast.BoolOp):
         yield _between(node.values[0], node.values[1], node.op, "and-or", places)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield Change(places.of(node)[0], places.of(node.operand)[0], "", "not")
+        first = places.of(node)[0]  # the operand may begin with a parenthesis, which stays
+        yield Change(first, first + len("not "), "", "not")
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         yield _between(node.left, node.right, node.op, "arithmetic", places)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):

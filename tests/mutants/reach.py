@@ -26,7 +26,10 @@ from .mutant import ROOT, Mutant
 
 # The sources that decide what a test reaches.
 SOURCES = ("functions", "workflows", "local/dropforge_local", "tests")
-WORKFLOW = "tests/contract/test_run_workflow.py"  # the tests of the workflow's text, with mocked calls
+# The tests of each workflow's text, with mocked calls.
+WORKFLOWS = {
+    f"workflows/{name}.workflows.yaml": f"tests/contract/test_{name}_workflow.py" for name in ("run", "rollout")
+}
 LEAST = 12  # tests or simulations of a mutant whose function hardly any reach
 MOST_TESTS = 150  # of a mutant: the cheapest ones
 
@@ -173,8 +176,8 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 def _is_about(test: str, called: list[str], file: str) -> bool:
     """Whether a test calls any function of a file, or runs the workflow."""
-    if file.endswith(".yaml"):
-        return _file(test) == WORKFLOW
+    if file in WORKFLOWS:
+        return _file(test) == WORKFLOWS[file]
     return any(each.startswith(f"{file}::") for each in called)
 
 

@@ -114,7 +114,8 @@ def test_a_mutant_of_nothing_that_is_called_meets_a_few_simulations(monkeypatch:
 
 
 def test_a_mutant_outside_of_functions_meets_all_tests_of_its_file() -> None:
-    workflow = f"{reach.WORKFLOW}::test"
+    constant = next(mutant for mutant in CATALOGUE if mutant.file.endswith("yaml"))
+    workflow = f"{reach.WORKFLOWS[constant.file]}::test"
     known = Reach(
         tests={
             workflow: [],
@@ -122,7 +123,6 @@ def test_a_mutant_outside_of_functions_meets_all_tests_of_its_file() -> None:
         },
         seconds={workflow: 0.1, **{f"tests/a.py::{number}": 0.1 for number in range(20)}},
     )
-    constant = next(mutant for mutant in CATALOGUE if mutant.file.endswith("yaml"))
     assert known.tests_of(constant, 10) == (workflow,)
     source = (ROOT / "functions/dropforge/money.py").read_text()
     name = next(line for line in source.splitlines() if line.startswith("MIN_ATTEMPT_SECONDS"))

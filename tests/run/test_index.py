@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.api_core.exceptions import ServiceUnavailable
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -119,6 +123,50 @@ def test_one_listing_has_the_summaries_of_all_runs(store: RunStore) -> None:
     assert [summary.run for summary in index.summaries] == runs[::-1]
     assert {summary.run: summary.state for summary in index.summaries}[runs[0]] is RunState.PROVISIONING
     assert index.summaries[0].labels == {"team": "\u00e4\u2028\U0001f600"}
+
+
+def test_a_listing_in_pages_and_parts_has_every_run_once(
+    service: Service, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the caller knew: nothing, the runs of a moment ago, a deleted run, or runs before and after all."""
+    runs = [new_run(store) for _ in range(5)]
+    monkeypatch.setattr(service.client, "list_blobs", partial(service.client.list_blobs, page_size=2))
+    assert [listed.run for listed in fresh(store).listed()] == runs
+    generations = fresh(store).generations()
+    assert list(generations) == runs
+    for cuts in ([runs[2]], runs, ["a-000000000000", f"{runs[1]}0", "z-000000000000"]):
+        assert fresh(store).generations(cuts) == generations
+
+
+def test_a_page_that_cannot_be_listed_is_no_end(
+    service: Service, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        new_run(store)
+
+    def listing(*arguments: Any, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(pages=broken(list_blobs(*arguments, page_size=2, **options).pages))
+
+    def broken(pages: Iterator[Any]) -> Iterator[Any]:
+        yield next(pages)
+        raise ServiceUnavailable("no second page")
+
+    list_blobs = service.client.list_blobs
+    monkeypatch.setattr(service.client, "list_blobs", listing)
+    for cuts in ([], ["z-000000000000"]):
+        with pytest.raises(ServiceUnavailable):
+            fresh(store).generations(cuts)
+    with pytest.raises(ServiceUnavailable):
+        read_index(fresh(store))
+    assert gc.isenabled()
+
+
+def test_garbage_from_before_a_listing_is_still_collected(store: RunStore) -> None:
+    """The console lists runs for weeks: what no collection ever visits again is a leak."""
+    new_run(store)
+    frozen = gc.get_freeze_count()
+    read_index(fresh(store))
+    assert gc.get_freeze_count() == frozen
 
 
 def test_an_old_record_is_read_itself(store: RunStore) -> None:

@@ -84,6 +84,10 @@ def test_every_difference_of_a_prompt_is_found(actual: list[int], position: int,
     assert compare_prompt(row(logs(_7=0.9)), [2, 5, 9]) is None
 
 
+def test_a_divergence_that_is_no_number_is_not_zero() -> None:
+    assert not divergence({7: -0.1, 8: -3.0}, {7: math.nan, 8: -3.0}) < 1
+
+
 def test_another_best_token_passes_at_a_near_tie_alone() -> None:
     near, clear = row(logs(_7=0.5, _8=0.49)), row(logs(_7=0.6, _8=0.3))
     exchanged = [logs(_8=0.5, _7=0.49)]

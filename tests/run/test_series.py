@@ -22,6 +22,7 @@ from dropforge.run.events import Progress
 from dropforge.run.series import (
     MAX_BYTES,
     MOST_POINTS,
+    NEWER,
     Kept,
     Series,
     SeriesReader,
@@ -38,7 +39,8 @@ from dropforge_local.emulators.storage import StorageEmulator
 from ..patience import PATIENCE_SECONDS
 
 BUCKET, KEY = "runs", "6b" * 32
-COLUMNS = ("step", "seconds", "epoch", "loss", "learning_rate", "tokens_per_second")
+MEMORY = ("accelerator_mib", "host_mib")
+COLUMNS = ("step", "seconds", "epoch", "loss", "learning_rate", "tokens_per_second", *NEWER)
 BEGAN = datetime(2026, 11, 24, 8, tzinfo=UTC)
 _numbers = itertools.count(1)
 
@@ -143,10 +145,27 @@ def test_a_reader_gets_the_points_that_were_added(run: str) -> None:
 
 def test_the_longest_series_with_the_longest_numbers_is_read(run: str) -> None:
     series, least = Series(run=run, attempt=1, began=BEGAN, written=BEGAN), -1.23456e-105
-    longest = {"epoch": least, "loss": least, "learning_rate": least, "tokens_per_second": least}
+    longest: dict[str, Any] = {"epoch": least, "loss": least, "learning_rate": least, "tokens_per_second": least}
+    longest |= dict.fromkeys(MEMORY, 10**12) | {"tokens": 10**16}
     for step in range(10**11, 10**11 + MOST_POINTS):
         series.add(point(run, step, 10**8 + 0.123 + step % MOST_POINTS, **longest))
     assert decoded(series.encoded(KEY), run, 1, KEY) == series
+
+
+def test_a_series_from_before_a_column_was_written_is_read(run: str) -> None:
+    document = json.loads(series_of(run, 3).model_dump_json())
+    old = {name: value for name, value in document.items() if name not in NEWER}
+    series = decoded(gzip.compress(json.dumps(old).encode()), run, 1, "")
+    assert series is not None
+    for name in NEWER:
+        assert [getattr(found, name) for found in series.points()] == [None] * 3
+    series.add(point(run, 3, accelerator_mib=9, host_mib=8))
+    assert decoded(series.encoded(KEY), run, 1, KEY) == series
+    for name, wrong in (
+        *(("host_mib", memory) for memory in ([1, 2], [-1, 0, 0], [10**9, 0, 0])),
+        *(("accelerator_busy", shares) for shares in ([0.5, 0.5], [-0.1, 0, 0], [1.1, 0, 0])),
+    ):
+        assert decoded(gzip.compress(json.dumps(document | {name: wrong}).encode()), run, 1, "") is None
 
 
 def test_a_series_never_has_more_points_than_it_may(run: str) -> None:
@@ -158,6 +177,16 @@ def test_a_series_never_has_more_points_than_it_may(run: str) -> None:
     assert series.step[-1000:] == list(range(2 * MOST_POINTS - 999, 2 * MOST_POINTS + 1))
     assert decoded(series.encoded(KEY), run, 1, KEY) == series
     assert len(series.encoded(KEY)) < MAX_BYTES
+
+
+def test_no_held_out_loss_is_lost_with_the_points_that_are_dropped(run: str) -> None:
+    series = Series(run=run, attempt=1, began=BEGAN, written=BEGAN)
+    measured = range(0, 2 * MOST_POINTS, MOST_POINTS // 10 + 1)
+    for step in range(2 * MOST_POINTS):
+        series.add(point(run, step, held_out_loss=float(step) if step in measured else None))
+    found = {loss: step for step, loss in zip(series.step, series.held_out_loss, strict=True) if loss is not None}
+    assert sorted(found) == list(measured)
+    assert all(0 <= step - loss < 100 for loss, step in found.items())  # beside the step that was measured
 
 
 def test_a_restarted_container_continues_its_series(client: Any, run: str, writer: Any) -> None:

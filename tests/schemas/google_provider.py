@@ -97,7 +97,9 @@ def _argument(described: str | list[str], required: bool) -> Argument:
 
 def arguments(body: Mapping[str, Any], where: str = "") -> Iterator[str]:
     """The path of every argument and block that `body` uses, such as `lifecycle_rule.action.type`."""
-    for name, value in body.items():
+    given = dict(body)
+    given |= {name: _contents(block) for dynamic in given.pop("dynamic", ()) for name, block in dynamic.items()}
+    for name, value in given.items():
         if name in META_ARGUMENTS:
             continue
         yield f"{where}{name}"

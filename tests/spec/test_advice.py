@@ -38,7 +38,10 @@ def document(**changes: Any) -> dict[str, Any]:
         ({"model": {"source": "google/gemma-2b"}}, "name a token in `secrets`: HF_TOKEN"),
     ],
 )
-def test_a_doubtful_setting_is_told_by_validate(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_a_doubtful_setting_is_told_by_validate(
+    changes: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where nobody has started a local stack
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(document(**changes)))
     result = CliRunner().invoke(cli, ["validate", str(path)])

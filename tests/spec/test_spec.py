@@ -230,6 +230,16 @@ def test_a_number_in_place_of_text_is_refused_with_what_the_text_must_be(change:
     assert (problem.expected or "").startswith(expected)
 
 
+def test_an_unknown_field_is_told_with_the_fields_of_its_own_type() -> None:
+    """The platforms' fields differ: `accelerator` is a field of GKE's targets, and not of TPU VMs'."""
+    target = {"type": "tpu_vm", "accelerator": "v5litepod-8", "placements": [{"zone": "us-central1-a"}]}
+    found = problems_of(json.dumps({**DOCUMENTS[0], "target": target}).encode())
+    (problem,) = (each for each in found if each.pointer == "/target/accelerator")
+    expected = problem.expected or ""
+    assert expected.startswith("'accelerator_type'? The fields here are accelerator_type, data_disk_gib")
+    assert "head_cpu" not in expected
+
+
 def test_a_secret_cannot_replace_a_variable_of_the_startup_script() -> None:
     """The script of a TPU VM exports each secret under the name in the spec."""
     script = (ROOT / "functions" / "dropforge" / "platforms" / "tpu_vm" / "startup.sh").read_text()

@@ -141,8 +141,8 @@ def is_told(named: Named, run: str, headline: str) -> bool:
 class Load:
     """Clients that ask an endpoint without a pause, by whole answers and by streams."""
 
-    def __init__(self, named: Named) -> None:
-        self._named = named
+    def __init__(self, named: Named, model: str = "") -> None:
+        self._model = model or named.name
         self._client = named.client()
         self._stop = threading.Event()
         self.problems: list[str] = []
@@ -173,16 +173,14 @@ class Load:
 
     def _ask(self) -> str:
         messages: Any = [{"role": "user", "content": "Hello"}]
-        answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
+        answer = self._client.chat.completions.create(model=self._model, messages=messages)
         assert answer.choices[0].message.content == "ok", answer
         return str(answer.system_fingerprint)
 
     def _stream(self) -> str:
         messages: Any = [{"role": "user", "content": "Hello"}]
         chunks = list(
-            self._client.chat.completions.create(
-                model=self._named.name, messages=messages, stream=True, max_tokens=PARTS
-            )
+            self._client.chat.completions.create(model=self._model, messages=messages, stream=True, max_tokens=PARTS)
         )
         parts = [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
         ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]

@@ -22,7 +22,7 @@ import time
 import uuid
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from dropforge_local.stack import control as local
 from dropforge_local.stack.config import StackError
 
 from .conftest import NOOP_CONFIG, User, user_of
-from .crash import ENOUGH, Harness, Result, zygote
+from .crash import ENOUGH, UNREACHABLE, Harness, Result, zygote
 from .named import KINDS, OPERATIONS, Load, Named
 
 LIVES = {
@@ -78,6 +78,7 @@ class Asker:
         finally:
             self._stop.set()
             thread.join()
+            self._client.close()
 
     def _ask(self) -> None:
         messages: Any = [{"role": "user", "content": "Hello"}]
@@ -131,18 +132,23 @@ class RolloutHarness(Harness):
             serve = {"type": self.named.kind, "endpoint": self.named.name}
             run = self._drop(self.user.spec("sealed-otherwise", serve=serve))
             self._until(lambda: (found := self._record(run)) and found.state is RunState.DEPLOYING)
-            self._post("_local/crash", armed)
+            self._arm(armed)
             return run
         serving = before.revision(before.stable).run
         model = next(run for run in self.runs if run != serving)
         wanted = {"canary": {"percent": 50, "for": "1s", "max_latency_ratio": 100}} if death.life == "canary" else {}
         request = {"serve": {"run": model, "endpoint": self.named.name, **wanted}}
         change: dict[str, Any] = {"rollback": self.named.name} if death.life == "rollback" else request
-        self._post("_local/crash", armed)
+        self._arm(armed)
         key, topic = uuid.uuid4().hex, self.user.settings.topic(OPERATIONS)
         message = {"data": b64encode(json.dumps(change).encode()).decode(), "attributes": {"idempotency_key": key}}
         self._until(lambda: self._post(f"v1/{topic}:publish", {"messages": [message]}))
         return names.rollout_id(OPERATIONS, key)
+
+    def _arm(self, armed: dict[str, Any]) -> None:
+        """Arm the death. The stack may die before it answers: the run commits all the time."""
+        with suppress(*UNREACHABLE):
+            self._post("_local/crash", armed)
 
     def _rollout_problems(
         self, death: Death, before: EndpointRecord, done: Rollout, asker: Asker, is_killed: bool

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
+from dropforge.base.errors import NotFound
 from dropforge.run.record import RunState
 
 from ..deployments import clients
@@ -123,7 +124,7 @@ def test_objects_that_are_not_specs_start_nothing_and_the_log_says_why(user: Use
     assert user.store.find(wrong_folder) is None
     log = (user.state / "functions.log").read_text()
     assert "specs/readme.txt started nothing: its name does not end in .json" in log
-    assert "elsewhere/spec.json started nothing: it does not lie below specs/" in log
+    assert "elsewhere/spec.json started nothing: it is not below specs/" in log
 
 
 @pytest.mark.parametrize("message", [{"spec": {}}, {"spec_url": "gs://a/b"}, []], ids=str)
@@ -139,4 +140,9 @@ def test_malformed_messages_are_rejected_and_an_unknown_cancel_is_accepted(user:
     assert user.wait(names.run_id_of_message("bad-message")).state is RunState.REJECTED
     user.publish("dropforge-requests", b'{"spec_uri": "http://x"}', idempotency_key="bad-uri")
     assert user.wait(names.run_id_of_message("bad-uri")).problems[0]["pointer"] == "/spec_uri"
-    user.publish("dropforge-requests", b'{"cancel": "no-such-run-0123456789ab"}')
+    unknown = "no-such-run-0123456789ab"
+    user.publish("dropforge-requests", json.dumps({"cancel": unknown}).encode())
+    log = user.state / "functions.log"
+    user.until(lambda: any(unknown in line and "no such run" in line for line in log.read_text().splitlines()))
+    with pytest.raises(NotFound):
+        user.store.record(unknown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from dropforge.endpoints.record import Rollout, RolloutState
 from dropforge.run.record import RunState
 
 from .conftest import User
-from .named import Named, is_told
+from .named import OPERATIONS, Named, is_told
 from .test_endpoints import lent, ran
 
 CANARY = {"percent": 50, "for": "1s", "max_error_rate": 0.1, "max_latency_ratio": 100}  # a slow machine decides nothing
@@ -86,6 +87,8 @@ def test_a_good_canary_answers_its_share_and_is_promoted(named: Named) -> None:
     assert rollout.seen.canary.requests >= 20
     assert rollout.seen.before.requests >= 20
     assert (rollout.seen.canary.errors, after.stable, after.previous) == (0, 2, 1)
+    (listed,) = [each for each in json.loads(ran(named.user, "endpoints", "--json")) if each["name"] == named.name]
+    assert all(listed["last_hour"][name]["latency_ms"] for name in (first, second))
     for headline in (
         f":arrows_counterclockwise: noop is a canary of endpoint {named.name}: 50 % of the requests",
         f":white_check_mark: noop serves behind endpoint {named.name}",
@@ -156,3 +159,21 @@ def test_a_message_and_the_command_say_whether_a_model_is_a_canary_first(user: U
     shares = {each.revision: each.percent for each in named.service().traffic if each.percent}
     record = named.record
     assert shares == {record.revision(2).revision: 80, record.revision(3).revision: 20}
+    assert "answers with revision 2" in ran(user, "rollback", named.name)
+    assert "answers with revision 1" in ran(user, "rollback", named.name), "the canary's end keeps the one before"
+
+
+def test_a_run_that_is_cancelled_while_its_rollout_waits_starts_no_revision(named: Named) -> None:
+    named.serves()
+    canary = named.put(canary={**CANARY, "for": "1d"})
+    named.reached(canary, RolloutState.WATCHING)
+    waiting = named.put()
+    assert named.reached(waiting, RolloutState.QUEUED).state is RolloutState.QUEUED
+    for run in (waiting, canary):
+        named.user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
+        assert named.user.wait(run).state is RunState.CANCELLED
+    rollout = named.ended(waiting)
+    assert (rollout.state, rollout.revision) == (RolloutState.ROLLED_BACK, 0)
+    assert rollout.error is not None
+    assert rollout.error.error_class == "cancelled"
+    assert {revision.run for revision in named.record.revisions}.isdisjoint({waiting})

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import kubernetes
 import pytest
 import requests
+from click.testing import CliRunner
 from google.auth import jwt
 from google.auth.exceptions import InvalidValue, MalformedError
 from google.auth.transport.requests import Request
@@ -22,11 +27,14 @@ from google.cloud import pubsub_v1
 from google.oauth2 import id_token
 from tests.patience import PATIENCE_SECONDS
 
+from dropforge.base import names
+from dropforge_cli.main import cli
 from dropforge_local.base.identity import ISSUER
 from dropforge_local.stack.deployment import IMAGES
 
 from ..deployments import clients
 from .conftest import User
+from .targets import PARTS, SERVES
 
 LOCATION = "projects/local-project/locations/us-central1"
 POD = """
@@ -133,7 +141,7 @@ def verified(user: User, token: str, audience: str) -> Any:
 
 PAGE = (Path(__file__).parents[2] / "docs" / "local-stack.md").read_text()
 SETTINGS = re.findall(r"^\$ ((?:export|for) .*)$", PAGE, re.M)
-COMMANDS = re.findall(r"^\|[^|]*\| `((?:gcloud|gsutil|kubectl) .*)` \|$", PAGE, re.M)
+COMMANDS = re.findall(r"^\|[^|]*\| `((?:BOTO_CONFIG=\S+ )?(?:gcloud|gsutil|kubectl|ray|python -c) .*)` \|$", PAGE, re.M)
 FILES = {
     "flow.yaml": SOURCE,
     "my-job.json": "{}",
@@ -143,30 +151,67 @@ FILES = {
 }
 
 
+WORDS = {"openai": "python -c"}
+
+
+def ray_variables(user: User) -> dict[str, str]:
+    """The variables that the page names for `ray`, read with kubectl's configuration, of a run that trains."""
+    run = user.drop(user.spec("hang", target={"type": "ray", **PARTS["ray"]}))
+    user.wait(run, "TRAINING")
+    core: Any = kubernetes.client.CoreV1Api(kubernetes.config.new_client_from_config(str(user.state / "kubeconfig")))
+    label = f"{names.RUN_LABEL}={run},ray.io/node-type=head"
+    cluster = core.list_namespaced_pod("dropforge", label_selector=label).items[0].metadata.labels["ray.io/cluster"]
+    head = core.read_namespaced_service(f"{cluster}-head-svc", "dropforge").metadata.annotations
+    token = core.read_namespaced_secret(cluster, "dropforge").data["auth_token"]
+    return {
+        "RAY_ADDRESS": json.loads(head["local.dropforge/urls"])["8265"],
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": b64decode(token).decode(),
+    }
+
+
+def openai_variables(user: User) -> dict[str, str]:
+    """The variables that the page names for `openai`, of a run that serves."""
+    run = user.drop(user.spec(serve={"type": "cloud_run", **SERVES["cloud_run"]}))
+    endpoint = user.wait(run, "SUCCEEDED").endpoint
+    assert endpoint is not None
+    token = CliRunner().invoke(cli, ["token", run, "--state", str(user.state)]).output.strip()
+    return {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": token, "MODEL": endpoint.model}
+
+
+VARIABLES = {"ray": ray_variables, "openai": openai_variables}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("client", ["gcloud", "gsutil", "kubectl"])
-def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str) -> None:
+@pytest.mark.parametrize("client", ["gcloud", "gsutil", "kubectl", "ray", "openai"])
+def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str, request: pytest.FixtureRequest) -> None:
     """In bash, as a user types them. The commands of one client in the table's order, as they build on each other."""
-    for name in {"gcloud", client} if client == "gsutil" else {client}:
+    path = Path(sys.executable).parent
+    if client == "ray":
+        path = request.getfixturevalue("maxtext_environment") / "bin"
+    for name in {"gcloud", "gsutil"} if client == "gsutil" else {client} - {"ray", "openai"}:
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not installed")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    listed = [command for command in COMMANDS if command.startswith(client)]
+    listed = [command for command in COMMANDS if f" {command}".partition(f" {WORDS.get(client, client)} ")[1]]
     if client == "gsutil":
         clients.storage().create_bucket("clients-of-gsutil")
         listed = [command.replace("gs://clients/notes", "gs://clients-of-gsutil") for command in listed]
     assert listed
     settings = "\n".join(SETTINGS).replace("PORT", user.info.http.rsplit(":", 1)[1])
-    quiet = {"CLOUDSDK_CONFIG": str(tmp_path / "gcloud"), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1", "HOME": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "CLOUDSDK_CORE_CUSTOM_CA_CERTS_FILE"}
+    environment |= {"CLOUDSDK_CONFIG": str(tmp_path / "gcloud"), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    environment |= {"HOME": str(tmp_path), "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
+    environment |= VARIABLES[client](user) if client in VARIABLES else {}
     failures = []
     for command in listed:
         script = f"{settings}\n{command.replace('build/local', str(user.state))}"
         done = subprocess.run(
             ["bash", "-c", script],
             cwd=tmp_path,
-            env={**os.environ, **quiet},
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -179,5 +224,5 @@ def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str) 
 
 
 def test_the_page_lists_commands_of_each_client() -> None:
-    assert len(COMMANDS) >= 33
+    assert len(COMMANDS) >= 38
     assert len(SETTINGS) == 3

@@ -11,8 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import requests
 from click.testing import CliRunner
+from google.cloud import pubsub_v1
+from tests.patience import PATIENCE_SECONDS
 
+from dropforge.base import names
 from dropforge.base.figures import usd
 from dropforge.run.record import RunState
 from dropforge.stages.answers import Swept
@@ -38,6 +42,11 @@ def test_a_run_from_its_upload_to_its_end(user: User, visitor: Visitor) -> None:
     assert f'href="/runs/{run}"' in visitor.get("/models").text
     assert "Training loss by step: from 2 to 1" in page
     assert "gone" in page  # its resources
+    shown = re.findall(r'<th scope="row" class="d\d">([^<]*)', visitor.get(f"/runs/{run}").text)
+    trace = f"{user.info.http}/telemetry/traces/{names.trace_id(run)}"
+    user.until(lambda: requests.get(trace, timeout=60).json()["spans"])
+    sent = [span["name"] for span in requests.get(trace, timeout=60).json()["spans"] if span["parentSpanId"]]
+    assert sorted(label.removesuffix(" 1").removesuffix(" Job") for label in shown) == sorted(sent)
     assert run in visitor.get("/runs?q=noop&state=SUCCEEDED").text
     assert run not in visitor.get("/runs?state=FAILED").text
 
@@ -76,7 +85,14 @@ def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: Us
     user.wait(run)
     missing = f"projects/{user.settings.project}/locations/us-central1/jobs/df-{run}-a1"
     user.store.intend(run, "run.googleapis.com/Job", missing, 1)
-    page = visitor.wait_for("/health", lambda text: "compared" in text)
+    letters = f"projects/{user.settings.project}/subscriptions/dropforge-on-spec-message-dead-letter"
+    user.publish("dropforge-on-spec-message-dead-letter", b"an event that no function could handle")
+    page = visitor.wait_for("/health", lambda text: "compared" in text and text.count("read <time") == 2)
+    assert "Events wait" in page
+    assert "dropforge dead_letters" in page  # an alert
+    with pubsub_v1.SubscriberClient() as subscriber:  # other tests of the stack find no alert
+        took = subscriber.pull(subscription=letters, max_messages=10, timeout=PATIENCE_SECONDS).received_messages
+        subscriber.acknowledge(subscription=letters, ack_ids=[each.ack_id for each in took])
     assert missing in page
     assert "the ledger does not say that it is gone" in page  # what "remaining" means
     sweep()  # it verifies that the job does not exist
@@ -102,10 +118,33 @@ def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None
         assert f"gs://{bucket}/models/{revision.run}/attempt-1/" in listed
     page = visitor.wait_for("/endpoints", lambda text: second.run in text and f"/endpoints/{name}/rollback" in text)
     assert named.record.base_url in page
-    assert visitor.post(f"/endpoints/{name}/rollback").status_code == 303
+    assert f"dropforge token {name}" in page
+    # The requests of the last hour, of Cloud Monitoring.
+    is_counted = (
+        r'100 %</td><td class="n">[\d,]+</td><td class="n">0</td>' if named.kind == "cloud_run" else "gke counts none"
+    )
+    visitor.wait_for("/endpoints", re.compile(is_counted).search)
+    if CHROMIUM:
+        roll_back_in_browser(visitor, name)
+    else:
+        assert visitor.post(f"/endpoints/{name}/rollback").status_code == 303
     named.user.until(lambda: named.record.stable == first.number)
     visitor.wait_for("/endpoints", lambda text: f'serves <a href="/runs/{first.run}">' in text)
     assert visitor.post("/endpoints/no-such-name/rollback").status_code == 404
+
+
+def roll_back_in_browser(visitor: Visitor, name: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    cookie, value = next(iter(visitor.session.cookies.items()))
+    with sync_playwright() as started, started.chromium.launch(executable_path=CHROMIUM) as browser:
+        context = browser.new_context()
+        context.add_cookies([{"name": cookie, "value": value, "url": visitor.root}])
+        page = context.new_page()
+        page.goto(f"{visitor.root}/endpoints#endpoint-{name}")
+        with page.expect_response(lambda answer: answer.request.method == "POST") as answered:
+            page.locator(f"#endpoint-{name}").get_by_role("button", name="Roll back").click()
+        assert answered.value.status == 303
 
 
 def test_the_stream_tells_a_page_of_its_own_run(user: User, visitor: Visitor) -> None:
@@ -148,8 +187,25 @@ def test_a_spec_that_is_written_in_the_page_becomes_a_run(user: User, visitor: V
     location = visitor.post("/new", spec=text, do="drop").headers["location"]
     record = user.wait(location.removeprefix("/runs/"))
     assert record.state is RunState.SUCCEEDED
-    assert "/specs/console/noop-" in record.source
+    assert "/specs/noop-" in record.source
     visitor.wait_for(f"/new?from={record.run}", lambda text: "owner/tiny-1m" in text)
+
+
+TPU_VM = {"type": "tpu_vm", "accelerator_type": "v5litepod-8", "placements": [{"zone": "us-central1-a"}]}
+
+
+def test_check_asks_the_deployment_and_dropping_does_not_wait_for_that(user: User, visitor: Visitor) -> None:
+    """By the same words as `dropforge preflight`; "not asked" is not called ok."""
+    spec = user.spec("succeed", target=TPU_VM, dataset={"source": "gs://no-such-bucket/rows.jsonl"})
+    told = visitor.post("/new", spec=json.dumps(spec), do="check").text
+    rows = [html.unescape(re.sub(r"<[^>]+>", " ", row)) for row in re.findall(r"<tr>(.*?)</tr>", told)]
+    failed, unasked, good = ([row for row in rows if f" {status} " in row] for status in ("failed", "not asked", "ok"))
+    assert any("/dataset/source" in row for row in failed), told
+    assert any("the zone has such TPU VMs" in row for row in good)
+    assert any("quota for" in row and "the local stack does not emulate" in row for row in unasked)
+    assert not [row for row in good if "quota" in row]
+    answer = visitor.post("/new", spec=json.dumps(spec), do="type").text
+    assert "Preflight" not in answer
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"api_version": "dropforge/v1"}', "\ud800", "x" * 200_000, "[" * 5000])
@@ -177,7 +233,7 @@ def test_the_rules_of_size_and_time_are_those_of_the_command_line(user: User, vi
     assert len(problems) >= 2
     answer = visitor.post("/new", spec=json.dumps(spec), do="drop")
     assert answer.status_code == 422
-    listed = re.findall(r"<li>(.*?)</li>", answer.text)
+    listed = re.findall(r"<li>(.*?)(?: <button.*?)?</li>", answer.text)
     assert [html.unescape(text) for text in listed] == problems
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from google.cloud import run_v2
+from openai import NotFoundError, OpenAIError
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -21,6 +23,7 @@ from dropforge.platforms import servers
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
+from .clusters import Clusters
 from .conftest import User
 from .named import KINDS, OPERATIONS, Load, Named, is_told
 from .test_faults import kill
@@ -28,6 +31,7 @@ from .test_runs import call, run_events
 
 REQUESTS = "dropforge-requests"
 A100 = "nvidia-tesla-a100"  # no other test of the stack uses a machine with it
+DUST = "1e-06 USD a month"
 REGION = "asia-southeast1"  # no other test serves there, so a stockout there disturbs none
 
 
@@ -98,6 +102,61 @@ def test_a_revision_that_cannot_start_leaves_the_one_before_alone(named: Named) 
     assert (rollout.state, named.record.stable) == (RolloutState.ROLLED_BACK, 1)
     assert named.serves(**place).stable == 3, "a failed rollout must not block the next"
     named.user.until(lambda: len(named.revisions()) <= (2 if kubernetes else 3))
+
+
+def share(named: Named, name: str, behave: str = "shared", *, base: str = "owner/tiny-1m") -> str:
+    """Drop a spec whose adapter gets to a shared endpoint, as model `name`; return its run."""
+    serve = {"type": named.kind, "endpoint": named.name, "share": True}
+    training = {"adapter": {"type": "lora"}}
+    spec = named.user.spec(behave, name=name, training=training, serve=serve, model={"source": base})
+    return named.user.drop(spec)
+
+
+def test_adapters_share_an_endpoint_and_come_and_go_without_a_failed_request(named: Named) -> None:
+    """Each is compared with its own seal. What does not fit changes nothing; the last one out retires the endpoint."""
+    user = named.user
+    first = user.wait(share(named, "sql"))
+    assert first.state is RunState.SUCCEEDED, first.error
+    with Load(named, "sql").running() as load:
+        user.until(lambda: load.answers)
+        second = user.wait(share(named, "emails"))
+        assert second.state is RunState.SUCCEEDED, second.error
+        both = named.record.serving
+        assert both is not None
+        assert [(each.name, each.run, each.sealed) for each in both.adapters] == [
+            ("sql", first.run, True),
+            ("emails", second.run, True),
+        ]
+        assert {each.parity.state for each in both.adapters if each.parity} == {"sealed"}
+        assert second.parity is not None
+        assert second.parity.state == "sealed"
+        refused = [user.wait(share(named, "third", how)) for how in ("shared-otherwise", "shared-on-another-base")]
+        told = [run.error and (run.state, run.error.error_class, run.error.message) for run in refused]
+        assert [each and each[:2] for each in told] == [("FAILED", "parity"), ("FAILED", "config")]
+        assert "model third: the endpoint does not answer as the exported model" in str(told[0])
+        assert "does not fit endpoint" in str(told[1])
+        early = [share(named, "third", base="owner/other"), share(named, named.name), named.put("sealed")]
+        assert [user.wait(run).state for run in early] == [RunState.REJECTED] * 3
+        assert [each.name for each in named.record.adapters] == ["sql", "emails"]
+        assert "sql, emails" in ran(user, "endpoints")
+        assert "model='emails'" in ran(user, "snippet", second.run)
+        assert ran(user, "chat", f"{named.name}/sql", "Hello") == "ok\n"
+        assert f"{named.name}/sql, {named.name}/emails" in ran(user, "chat", f"{named.name}/other", "Hi", fails=True)
+        assert "as models sql\n" in ran(user, "retire", named.name, "--model", "emails")
+        assert is_told(
+            named, second.run, f":arrows_counterclockwise: emails no longer serves behind endpoint {named.name}"
+        )
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        with pytest.raises(NotFoundError):
+            named.client().chat.completions.create(model="emails", messages=messages)
+        last = named.record.serving
+        assert last is not None
+        assert last.run == first.run
+        user.until(lambda: load.has_seen(last.revision))
+    assert load.problems == []
+    assert set(named.record.cost_by_model(utc_now())) == {"sql", "emails", "third"}
+    assert named.ended(named.ask(retire={"endpoint": named.name, "model": "sql"})).state is RolloutState.RETIRED
+    assert named.service() is None
 
 
 def test_a_revision_that_differs_from_its_model_gets_no_request(named: Named) -> None:
@@ -187,6 +246,8 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (OPERATIONS, {"rollback": "NAME"}, "has no model before the present one"),
     (OPERATIONS, {"retire": {"endpoint": 7}}, "there is no endpoint ''"),
     (OPERATIONS, {"extend": {"endpoint": "NAME", "ttl": "a week"}}, "expected how long"),
+    (OPERATIONS, {"budget": {"endpoint": "NAME", "usd": 50, "per": "week"}}, "budget/per: Input should be"),
+    (REQUESTS, {"budget": {"endpoint": "NAME", "usd": None}}, "belongs to the specs bucket"),
     (OPERATIONS, {"serve": {"run": "no-run-0123456789ab", "endpoint": "NAME"}}, "there is no run"),
     (OPERATIONS, {"serve": {"run": "RUN", "endpoint": "NAME"}}, "has no `serve`"),
     (OPERATIONS, {"serve": {"run": "POOR", "endpoint": "NAME"}}, "exact_match is 0.1"),
@@ -241,6 +302,51 @@ def test_an_endpoint_past_its_expiry_is_retired_by_the_sweep(named: Named) -> No
     assert named.service() is None
 
 
+def test_a_spent_budget_suspends_an_endpoint_until_its_budget_is_higher(named: Named) -> None:
+    """It keeps its URL and its models. Another endpoint, whose budget is not spent, serves all the time."""
+    other = Named(named.user, kind=named.kind)
+    other.serves(budget={"usd": 1000, "per": "day"}, price_usd_per_hour=2)
+    named.serves(price_usd_per_hour=2)
+    before = named.serves(price_usd_per_hour=2)
+    named.ask(budget={"endpoint": named.name, "usd": 1e-6, "per": "month"})
+    named.user.until(lambda: named.record.budget is not None)
+    named.user.until(lambda: call(named.user, "sweep", {}).ok and named.record.state == "SUSPENDED")
+    suspended = named.record
+    assert {each.number for each in suspended.revisions if each.paid_since} == set()
+    assert instances(named) == 0
+    with pytest.raises(OpenAIError):
+        named.answer()
+    run = before.revision(2).run
+    assert is_told(named, run, f":warning: noop does not serve: endpoint {named.name} has spent its budget of {DUST}")
+    assert "has spent its budget" in ran(named.user, "chat", named.name, "Hello", fails=True)
+    refused = named.user.wait(named.put())
+    assert refused.error is not None
+    assert f"has spent its budget of {DUST}; it answers again from" in refused.error.message
+    assert {named.name, other.name} & {line["run"] for line in audited()} == set()
+    call(named.user, "sweep", {}).raise_for_status()
+    assert named.record == suspended, "a sweep deletes nothing of a suspended endpoint, and resumes it too early never"
+    assert "answers with revision 2" in ran(named.user, "budget", named.name, "1000/month")
+    after = named.record
+    assert (after.rollouts[-1].state, after.rollouts[-1].kind) == (RolloutState.PROMOTED, "resume")
+    assert (after.url, after.stable, after.previous) == (before.url, before.stable, before.previous)
+    assert {each.number for each in after.revisions if each.paid_since} == named.paid
+    assert named.answer() == before.revision(2).revision
+    assert named.ended(named.ask(rollback=named.name)).state is RolloutState.PROMOTED
+    assert named.answer() == before.revision(1).revision
+    assert {rollout.kind for rollout in other.record.rollouts} == {"deploy"}
+    assert other.answer() == other.record.revision(1).revision
+    other.retire()
+
+
+def instances(named: Named) -> int:
+    """The instances of an endpoint: pods, or what Cloud Run is told to start."""
+    if named.kind == "gke":
+        return sum("/pods/" in name for name in Clusters(named.user.info).of_endpoint(named.name))
+    scaling = named.service().scaling
+    assert scaling.scaling_mode == run_v2.ServiceScaling.ScalingMode.MANUAL
+    return int(scaling.manual_instance_count)
+
+
 def test_audit_and_sweep_know_endpoints_by_their_records(named: Named) -> None:
     named.serves()
     assert named.name not in {line["run"] for line in audited()}
@@ -256,6 +362,19 @@ def test_audit_and_sweep_know_endpoints_by_their_records(named: Named) -> None:
     assert rollout.error is not None
     assert "does not exist any more" in rollout.error.message
     assert named.answer() == again.revision(2).revision
+
+
+def test_a_model_that_differs_never_serves_although_nothing_else_is_left(named: Named) -> None:
+    """Somebody deleted the endpoint, so the revision that failed would be the only one that could get requests."""
+    named.serves("sealed")
+    named.destroy()
+    record = named.user.wait(named.put("sealed-otherwise"))
+    assert record.error is not None
+    assert record.error.error_class == "parity"
+    assert named.ended(record.run).state is RolloutState.ROLLED_BACK
+    named.user.until(lambda: named.service() is None or named.kind == "gke")
+    assert named.serves("sealed").stable == 3
+    assert named.answer() == named.record.revision(3).revision
 
 
 def audited() -> list[dict[str, Any]]:
@@ -296,7 +415,8 @@ def test_a_killed_stack_continues_its_rollouts_and_the_model_before_serves_meanw
 
 def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
     user = named.user
-    run = user.drop(user.spec(serve={"type": named.kind, "ttl": "1h", "region": "us-central1"}))
+    serve = {"type": named.kind, "ttl": "1h", "region": "us-central1", "price_usd_per_hour": 2}
+    run = user.drop(user.spec(serve=serve))
     assert user.wait(run).state is RunState.SUCCEEDED
     user.publish(OPERATIONS, json.dumps({"cancel": run}).encode())
     assert f"{named.name} answers" not in ran(user, "serve", run, "--as", "latest", fails=True)
@@ -307,18 +427,23 @@ def test_the_commands_change_and_call_a_named_endpoint(named: Named) -> None:
     assert named.name in ran(user, "endpoints")
     status = ran(user, "status", run)
     assert f"endpoint {named.name} {named.record.base_url}\n  revision 1 serves\n" in status
-    assert f"call it with `dropforge chat {named.name}`" in status
+    assert f"ask it: `dropforge chat {named.name}`" in status
     (behind,) = json.loads(ran(user, "status", run, "--json"))["named_endpoints"]
     assert (behind["name"], behind["serves"], behind["base_url"]) == (named.name, True, named.record.base_url)
     assert ran(user, "token", named.name).strip() == named.token
     assert named.record.base_url in ran(user, "snippet", named.name)
     assert ran(user, "chat", named.name, "Hello") == "ok\n"
     assert "has no model before the present one" in ran(user, "rollback", named.name, fails=True)
-    named.serves(region="us-central1")
+    named.serves(region="us-central1", price_usd_per_hour=2)
     assert "revision 1 is kept for a rollback" in ran(user, "status", run)
     assert "answers with revision 1" in ran(user, "rollback", named.name)
     assert "never expires" in ran(user, "extend", named.name, "never")
-    assert "expected how long" in ran(user, "extend", named.name, "soon", fails=True)
+    assert "expected a length of time" in ran(user, "extend", named.name, "soon", fails=True)
+    assert "of $500/month" in ran(user, "budget", named.name, "500/month")
+    (listed,) = [each for each in json.loads(ran(user, "endpoints", "--json")) if each["name"] == named.name]
+    assert (listed["budget"]["usd"], listed["budget"]["per"], listed["budget_spent_usd"] < 500) == (500, "month", True)
+    assert "such as 50/month" in ran(user, "budget", named.name, "50/week", fails=True)
+    assert "has no budget" in ran(user, "budget", named.name, "none")
     assert "is retired" in ran(user, "retire", named.name)
     assert "was retired" in ran(user, "retire", named.name, fails=True)
     assert "there is no endpoint 'unheard-of'" in ran(user, "rollback", "unheard-of", fails=True)

@@ -165,7 +165,7 @@ def test_plan_and_preflight_support_the_platform(
     assert resource["kind"] == KIND
     preflight = CliRunner().invoke(cli, ["preflight", str(path), "--json", "--state", str(user.state)])
     findings = {finding["what"]: finding["status"] for finding in json.loads(preflight.stdout)}
-    assert findings["spec job.json"] == "ok", preflight.output
+    assert findings[f"spec {path}"] == "ok", preflight.output
     assert "quota for 1 nvidia-l4 in us-central1" in findings
 
 

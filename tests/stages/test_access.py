@@ -10,16 +10,19 @@ import flask
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass, NotFound
+from dropforge.base.errors import NotFound
 from dropforge.run.proof import ACCESS_NAME, proof
 from dropforge.spec import JobSpec
-from dropforge.stages.access import MOST_CHARACTERS, access, boundary
+from dropforge.stages.access import access, boundary
+from dropforge_local.iam.boundary import Boundary
+from dropforge_local.iam.conditions import Resource
 
 from ..deployments import Memory, context_with, settings_with
 from .test_ceiling import document
 
-SETTINGS = settings_with(runs_bucket="runs", server_service_account="server@p")
+SETTINGS = settings_with(runs_bucket="runs", trainer_service_account="trainer@p", server_service_account="server@p")
 RUN, OTHER, KEY = "job-0123456789ab", "job-fedcba987654", "5" * 64
+KEYLESS = "job-00112233aabb"  # a run that an earlier version accepted
 
 
 class Deployment:
@@ -30,9 +33,10 @@ class Deployment:
         self.context = context_with(SETTINGS, storage=self.storage)
         self.context.cloud.clients.bounded_token = self.token  # type: ignore[method-assign,assignment]
         spec = JobSpec.model_validate(document())
-        self.storage.blob(names.spec_object(RUN)).upload_from_string(
-            spec.model_dump_json(by_alias=True).encode(), if_generation_match=0
-        )
+        for run in (RUN, KEYLESS):
+            self.storage.blob(names.spec_object(run)).upload_from_string(
+                spec.model_dump_json(by_alias=True).encode(), if_generation_match=0
+            )
         self.add_key(RUN)
 
     def add_key(self, run: str) -> None:
@@ -70,6 +74,7 @@ def test_the_containers_of_a_run_get_a_token(deployment: Deployment) -> None:
         (RUN, "\ud800"),
         (OTHER, proof(KEY, ACCESS_NAME, RUN.encode())),
         (OTHER, ""),
+        (KEYLESS, ""),
     ],
 )
 def test_nobody_else_does(deployment: Deployment, run: str, claimed: str) -> None:
@@ -86,31 +91,89 @@ def test_asking_before_a_run_is_accepted_does_not_shut_it_out(deployment: Deploy
 
 
 def test_only_the_trainer_may_write_the_model(deployment: Deployment) -> None:
-    (written, *_), (kept, *_) = (
-        json.loads(deployment.places(account))["accessBoundary"]["accessBoundaryRules"]
-        for account in ("trainer@p", "server@p")
+    written, *kept = (
+        json.loads(deployment.places(account))["accessBoundary"]["accessBoundaryRules"][0]
+        for account in ("trainer@p", "server@p", "", "somebody@p")
     )
     assert f"models/{RUN}/" in written["availabilityCondition"]["expression"]
-    assert f"models/{RUN}/" not in kept["availabilityCondition"]["expression"]
+    assert not any(f"models/{RUN}/" in rule["availabilityCondition"]["expression"] for rule in kept)
 
 
-def test_a_boundary_fits_with_the_longest_names_and_two_sources() -> None:
-    bucket, run, other = "b" * 63, f"{'r' * 20}-0123456789ab", f"{'s' * 20}-0123456789ab"
-    sources = (f"gs://{bucket}/models/{other}/attempt-1/model", f"gs://{bucket}/models/{other[1:]}/rows.jsonl")
-    spec = document()
-    spec["model"], spec["dataset"]["source"] = {"source": sources[0]}, sources[1]
-    rules = boundary(bucket, run, JobSpec.model_validate(spec), is_server=False)
-    assert rules["accessBoundary"]["accessBoundaryRules"][1]["availabilityCondition"]["expression"].count(other) == 2
-    assert len(json.dumps(rules["accessBoundary"], separators=(",", ":"))) <= MOST_CHARACTERS
+READ, WRITE = "storage.objects.get", "storage.objects.create"
+SOURCE = "src-0123456789ab"  # the run whose model the spec names
 
 
-def test_a_boundary_that_is_too_long_is_a_fault_of_the_spec(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dropforge.stages.access.MOST_CHARACTERS", 100)
-    with pytest.raises(CloudError, match=rf"the boundary of {RUN} has \d+ characters; expected at most 100") as found:
-        deployment.places("trainer@p")
-    assert found.value.error_class is ErrorClass.CONFIG
+@pytest.mark.parametrize(
+    ("name", "trainer", "server"),
+    [
+        (f"models/{RUN}/MANIFEST.json", {READ, WRITE}, {READ}),
+        (f"checkpoints/{RUN}/step-1/a", {READ, WRITE}, set()),
+        (f"machines/{RUN}/x", {READ, WRITE}, {READ, WRITE}),
+        (names.spec_object(RUN), {READ}, set()),
+        (names.record_object(RUN), {READ}, set()),
+        (names.key_object(RUN), set(), set()),
+        (f"models/{SOURCE}/a", {READ}, set()),
+        (f"models/{OTHER}/a", set(), set()),
+        (f"machines/{OTHER}/x", set(), set()),
+        (names.record_object(OTHER), set(), set()),
+        (names.endpoint_object("e"), set(), set()),
+    ],
+)
+def test_what_the_containers_of_a_run_may_do(name: str, trainer: set[str], server: set[str]) -> None:
+    fields = document()
+    fields["dataset"]["source"] = f"gs://runs/models/{SOURCE}/rows.jsonl"
+    fields["evaluation"] = {"source": f"gs://elsewhere/models/{OTHER}/rows.jsonl"}  # a bucket with another run
+    spec = JobSpec.model_validate(fields)
+    resource = Resource(f"projects/_/buckets/runs/objects/{name}")
+    for is_trainer, allowed in ((True, trainer), (False, server)):
+        rules = Boundary(boundary("runs", RUN, spec, is_trainer=is_trainer))
+        assert {each for each in (READ, WRITE) if rules.allows(each, resource)} == allowed
+
+
+def test_a_source_with_a_quote_opens_nothing() -> None:
+    """It would end the text of the condition, and begin another term."""
+    spec = JobSpec.model_validate(document())
+    forged = spec.dataset.model_copy(update={"source": "gs://runs/models/x')||true||('/rows.jsonl"})
+    rules = boundary("runs", RUN, spec.model_copy(update={"dataset": forged}), is_trainer=True)
+    assert rules == boundary("runs", RUN, spec, is_trainer=True)
+
+
+def longest(bucket: str) -> JobSpec:
+    """A spec that names the models of three other runs, whose ids are the longest."""
+    first, second, third = (f"gs://{bucket}/models/{letter * 20}-0123456789ab" for letter in "stu")
+    fields = document()
+    fields["model"], fields["dataset"]["source"] = {"source": f"{first}/attempt-1/model"}, f"{second}/rows.jsonl"
+    fields["evaluation"] = {"source": f"{third}/rows.jsonl"}
+    return JobSpec.model_validate(fields)
+
+
+@pytest.mark.parametrize("bucket", ["b" * 63, ".".join(["b" * 55] * 4)[:222]], ids=len)
+@pytest.mark.parametrize("is_trainer", [True, False])
+def test_every_spec_has_a_boundary_that_google_takes(bucket: str, is_trainer: bool) -> None:
+    """A rule names three sources at most, so no spec is refused for the limits, which `Boundary` has, too."""
+    rules = boundary(bucket, f"{'r' * 20}-0123456789ab", longest(bucket), is_trainer=is_trainer)
+    assert Boundary(rules)
+    read = rules["accessBoundary"]["accessBoundaryRules"][1]["availabilityCondition"]["expression"]
+    assert [read.count(f"{letter * 20}-0123456789ab") for letter in "stu"] == [2 * is_trainer] * 3
+
+
+@pytest.mark.parametrize(
+    ("rules", "length", "problem"),
+    [(10, 2048, ""), (11, 9, "has not 1 to 10 rules"), (1, 2049, "an expression of 2049 characters; expected at most")],
+)
+def test_google_refuses_a_boundary_that_is_too_large(rules: int, length: int, problem: str) -> None:
+    """https://cloud.google.com/iam/docs/reference/sts/rest/v1/AccessBoundary"""
+    rule = {
+        "availableResource": "//storage.googleapis.com/projects/_/buckets/b",
+        "availablePermissions": ["inRole:roles/storage.objectViewer"],
+        "availabilityCondition": {"expression": "true".ljust(length)},
+    }
+    document = {"accessBoundary": {"accessBoundaryRules": [rule] * rules}}
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            Boundary(document)
+    else:
+        assert Boundary(document)
 
 
 def test_the_function_reads_the_account_of_its_caller(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +195,20 @@ def test_the_function_reads_the_account_of_its_caller(deployment: Deployment, mo
             answer = main.access(flask.request)
             assert (answer[1] if isinstance(answer, tuple) else 200) == status, header
     assert f"models/{RUN}/" not in json.dumps(deployment.boundaries[0]["accessBoundary"]["accessBoundaryRules"][0])
+
+
+def test_a_caller_cannot_name_another_account_beside_its_own(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cloud Run verifies X-Serverless-Authorization where a request has it, and then nothing in Authorization."""
+    import main
+
+    monkeypatch.setattr(main, "context", lambda: deployment.context)
+    body = {"run": RUN, "proof": proof(KEY, ACCESS_NAME, RUN.encode())}
+    forged = base64.urlsafe_b64encode(json.dumps({"email": "trainer@p"}).encode()).decode().rstrip("=")
+    headers = {"Authorization": f"Bearer x.{forged}.y", "X-Serverless-Authorization": "Bearer the.servers.own"}
+    with flask.Flask("test").test_request_context(json=body, headers=headers):
+        text, status = main.access(flask.request)
+    assert status == 400
+    assert "X-Serverless-Authorization" in str(text)
+    assert deployment.boundaries == []

@@ -217,6 +217,21 @@ def test_a_stated_price_below_the_list_price_does_not_help() -> None:
     assert cost_of(spec_with(target={**L4, "price_usd_per_hour": 9.0})).training == 9.0
 
 
+def test_the_maximum_cost_of_a_run_has_that_of_its_endpoint() -> None:
+    serve = {"type": "cloud_run", "ttl": "10h", "price_usd_per_hour": 50.0}
+    spec = spec_with(serve=serve)
+    most, training = cost_of(spec).most, cost_of(spec_with()).most
+    assert most is not None
+    assert training is not None
+    assert most - training >= 10 * 50.0
+
+
+def test_a_policy_of_names_also_limits_shared_endpoints_without_a_name() -> None:
+    shared = {"type": "cloud_run", "share": True}
+    assert broken(policy_with(endpoint_names=["search-*"]), serve=shared) == ["endpoint_names /serve/share"]
+    assert broken(policy_with(endpoint_names=["shared-*"]), serve=shared) == []
+
+
 def test_defaults_fill_in_only_what_a_spec_leaves_out() -> None:
     policy = policy_with(defaults={"max_cost_usd": 7, "max_duration": "5h", "max_attempts": 2, "ttl": "3h"})
     silent = with_defaults(spec_with(serve={"type": "cloud_run"}), policy)

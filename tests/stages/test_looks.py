@@ -9,7 +9,16 @@ import pytest
 
 from dropforge.platforms import servers, targets, usual_of
 from dropforge.platforms.platform import Serving, Training, Usual
-from dropforge.stages.looks import LONGEST_SECONDS, PART, SHORTEST_SECONDS, next_look
+from dropforge.stages.looks import (
+    LONGEST_SECONDS,
+    PART,
+    SHORTEST_SECONDS,
+    SHORTEST_TURN_SECONDS,
+    TURNS,
+    next_look,
+    next_turn,
+)
+from workflows_engine import Limits
 
 DRAWN = [
     (10 ** random.Random(seed).uniform(-2, 5), 10 ** random.Random(-seed).uniform(-1, 4)) for seed in range(1, 300)
@@ -51,6 +60,22 @@ def test_an_end_is_seen_late_by_a_part_of_its_time_at_most() -> None:
 )
 def test_the_number_of_looks(takes: float, usual: float, most: int) -> None:
     assert len(looks(takes, usual)) <= most
+
+
+@pytest.mark.parametrize(("days", "most"), [(1, 500), (30, 10_000)])
+def test_a_rollout_that_waits_for_weeks_stays_within_the_steps_of_an_execution(days: int, most: int) -> None:
+    """A look takes five steps (workflows/rollout.workflows.yaml), and an execution has 100,000."""
+    waited = number = 0.0
+    while waited < days * 86_400:
+        waited, number = waited + next_turn(waited), number + 1
+    assert number <= most
+    assert most * 5 < Limits().steps
+
+
+def test_a_turn_is_noticed_late_by_a_part_of_its_wait_at_most() -> None:
+    assert next_turn(-1) == next_turn(99) == SHORTEST_TURN_SECONDS
+    for waited, _ in DRAWN:
+        assert next_turn(waited) <= max(SHORTEST_TURN_SECONDS, waited / TURNS)
 
 
 def test_each_kind_that_takes_minutes_is_one_that_its_platform_creates() -> None:

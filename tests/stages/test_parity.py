@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Endpoint:
     down: set[int] = field(default_factory=set)
     wrong: set[int] = field(default_factory=set)
     rounded: set[int] = field(default_factory=set)
+    odd: float | None = None  # the log-probability of every token, in the rows of `rounded`
     asked: list[int] = field(default_factory=list)
     url: str = ""
 
@@ -98,7 +100,7 @@ class Endpoint:
         if row.row in self.wrong:
             tops[0] = {9: -0.01, 7: -5.0}
         if row.row in self.rounded:
-            tops[1] = {8: -0.25, 7: -2.0}
+            tops[1] = {8: -0.25, 7: -2.0} if self.odd is None else dict.fromkeys(tops[1], self.odd)
         logprobs = [{str(token): {"logprob": value} for token, value in top.items()} for top in tops]
         choice = {"prompt_token_ids": body["prompt"], "prompt_logprobs": [None, {"5": {"logprob": -1.0}}, *logprobs]}
         return 200, {"choices": [choice]}
@@ -216,6 +218,16 @@ def test_other_probabilities_alone_are_refused_with_the_token_that_differs_most(
     assert error.message.endswith(expected), error.message
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 1e6, 0.5])
+def test_a_log_probability_that_cannot_be_is_a_difference(endpoint: Endpoint, odd: float) -> None:
+    """NaN is neither above nor below a limit: it must not pass. The likeliest tokens are right."""
+    endpoint.rounded, endpoint.odd = {2}, odd
+    parity, error = compare(context(bucket()), RUN, None, endpoint.url, MODEL)
+    assert error is not None
+    assert (error.error_class, parity.state, parity.rows) == (ErrorClass.PARITY, "failed", 1)
+    assert f"row 2 could not be compared: /v1/completions has a log-probability of {odd}" in error.message
+
+
 def test_a_model_without_a_seal_is_served_unsealed(endpoint: Endpoint) -> None:
     parity, error = compare(context(Memory()), RUN, None, endpoint.url, MODEL)
     assert (parity.state, error) == ("unsealed", None)
@@ -229,7 +241,7 @@ class Server:
 
     url: str
 
-    def price(self, spec: Any) -> HourlyPrice:
+    def price(self, spec: Any, placement: int | None = None) -> HourlyPrice:
         return HourlyPrice(1.0, None, "a test")
 
     def resources(self, deployment: Any) -> list[Any]:

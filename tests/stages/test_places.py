@@ -19,8 +19,9 @@ from dropforge.spec import parse_spec
 from dropforge.stages.answers import Pending
 from dropforge.stages.cancel import cancel
 from dropforge.stages.ceiling import policy_problems
+from dropforge.stages.looks import LONGEST_TURN_SECONDS, SHORTEST_TURN_SECONDS
 from dropforge.stages.notify import notify
-from dropforge.stages.places import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, OBJECT, repair, wait_for_place
+from dropforge.stages.places import OBJECT, repair, wait_for_place
 from dropforge.stages.provision import provision
 
 from ..deployments import Memory, context_with, settings_with
@@ -84,7 +85,7 @@ def test_a_run_waits_says_its_place_and_begins_when_an_earlier_run_ends() -> Non
     assert deployment.ask(first) is None
     for run, place in ((second, 1), (third, 2)):
         answer = provision(deployment.context, run, f"execution of {run}", 1)
-        assert (answer.status, answer.to_json()["wait_seconds"]) == ("PENDING", FIRST_LOOK_SECONDS)
+        assert (answer.status, answer.to_json()["wait_seconds"]) == ("PENDING", SHORTEST_TURN_SECONDS)
         queued = deployment.record(run).queued
         assert queued is not None
         assert (queued.rule, queued.place) == ("max_runs", place)
@@ -108,7 +109,7 @@ def test_waiting_takes_no_time_of_the_run_and_is_looked_at_less_and_less_often()
         pauses.append(answer.wait_seconds)
         assert answer.deadline is not None
         assert answer.deadline > deployment.now.timestamp()
-    assert pauses == [FIRST_LOOK_SECONDS, 180.0, LAST_LOOK_SECONDS]
+    assert pauses == [SHORTEST_TURN_SECONDS, 180.0, LONGEST_TURN_SECONDS]
     deployment.end(first)
     assert deployment.ask(second) is None
     assert deployment.record(second).began == deployment.now

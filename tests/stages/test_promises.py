@@ -144,7 +144,7 @@ def commit(place: Place, **metrics: float | None) -> None:
         versions={},
     )
     path = f"{model_prefix(RUN)}{MANIFEST}"
-    document = json.loads(manifest.model_dump_json(exclude={"proof"}))
+    document = json.loads(manifest.model_dump_json(exclude={"proof"})) | {"metrics": metrics}  # NaN, too, as json does
     place.store.put_new(path, with_proof(place.store.key(RUN), path, document))
 
 

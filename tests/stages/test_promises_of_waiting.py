@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
+from dropforge.stages import deploy as deploying_stage
 from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.await_.job_events import receive_job_event
@@ -33,6 +35,7 @@ from ..platforms.shared import ME
 from .test_promises import JOB, MINUTE, NOW, RUN, SPEC, Place, commit, endpoint
 
 CALLBACK = "http://callback"
+MONTH = 60 * 24 * 30  # minutes
 ON_THE_MACHINE = {  # that trained
     "training": {"adapter": {"type": "none"}},
     "target": {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "price_usd_per_hour": 10},
@@ -52,6 +55,16 @@ def running(minutes: float = 30, left: float = 300, **fields: Any) -> Attempt:
 def look(place: Place, status: Status) -> dict[str, Any]:
     place.platform.inspect = lambda *_: status  # type: ignore[method-assign]
     return inspect(place.context, RUN, ME, 1, CALLBACK).to_json()
+
+
+def test_an_inspection_of_an_earlier_attempt_looks_at_no_machine() -> None:
+    """The machine of the present attempt says nothing about the attempt that the call names."""
+    later = running(5).model_copy(update={"number": 2})
+    place = Place(spec={**DAY, "serve": None}, attempts=[running(20, ended=NOW - 10 * MINUTE), later])
+    looked: list[str] = []
+    place.platform.inspect = lambda *_: looked.append("machine")  # type: ignore[method-assign,assignment]
+    assert inspect(place.context, RUN, ME, 1, CALLBACK).to_json()["status"] == "SUPERSEDED"
+    assert looked == []
 
 
 def test_people_are_warned_once_about_the_budget() -> None:
@@ -82,6 +95,20 @@ def test_a_stuck_attempt_is_told_and_ended_if_the_spec_says_so(on_stuck: str, st
     assert (answer["status"], place.record.notices) == (status, ["stuck-a1"])
     if status == "FAILED":
         assert (answer["error"]["error_class"], answer["retry"]) == ("stuck", on_stuck == "restart")
+
+
+@pytest.mark.parametrize(("minutes", "status"), [(2, "WAITING"), (20, "FAILED")])
+def test_an_attempt_whose_machine_began_again_just_now_is_not_stuck(minutes: float, status: str) -> None:
+    """The training began 25 minutes ago, and again on a restarted machine."""
+    limits = {"max_duration": "6h", "stuck_after": "10m", "on_stuck": "fail"}
+    place = Place(spec={"limits": limits, "serve": None}, attempts=[running()])
+    received = {}
+    for sequence, ago in ((5, 25.0), (9, minutes)):
+        name = names.event_object(RUN, 1, sequence, "started")
+        assert place.store.put_new(name, started(sequence=sequence))
+        received[name] = NOW - ago * MINUTE
+    place.store.written = lambda prefix: iter(received.items())  # type: ignore[method-assign]
+    assert look(place, Status(Phase.RUNNING))["status"] == status
 
 
 @pytest.mark.parametrize(("left", "least", "most"), [(300, 60, 60), (0.5, 30, 32)])
@@ -121,8 +148,8 @@ class Callback:
         return SimpleNamespace(status_code=self.status)
 
 
-def started(attempt: int = 1) -> bytes:
-    event = Started(run=RUN, attempt=attempt, sequence=5, time=NOW, type="started")
+def started(attempt: int = 1, sequence: int = 5) -> bytes:
+    event = Started(run=RUN, attempt=attempt, sequence=sequence, time=NOW, type="started")
     return event.model_dump_json().encode()
 
 
@@ -251,6 +278,7 @@ def test_the_ledger_says_which_resources_were_seen_to_exist() -> None:
     place.store.put_new(names.event_object(RUN, 1, 1, "started"), started.model_dump_json().encode())
     assert inspect(place.context, RUN, ME, 1, "http://callback").status == "WAITING"
     assert [(entry.name, entry.state) for entry in place.store.ledger(RUN).entries] == [(JOB, ResourceState.CREATED)]
+    assert place.record.state is RunState.TRAINING
 
 
 @pytest.mark.parametrize("resources", [None, []], ids=["ledger beside the record", "ledger in the record"])
@@ -620,6 +648,83 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
     assert place.record.endpoint.ended == NOW
 
 
+def deploying(minutes: float) -> Place:
+    """A run whose deployment began so many minutes ago."""
+    began = Transition(state=RunState.DEPLOYING, time=NOW - minutes * MINUTE, attempt=1)
+    place = Place(RunState.DEPLOYING, attempts=[running(ended=began.time)], serving_usd_per_hour=1.0)
+    place.store.update(RUN, lambda record: record.model_copy(update={"history": [*record.history[:-1], began]}))
+    return place
+
+
+def test_a_temporary_error_does_not_end_a_deployment_that_may_still_succeed() -> None:
+    for minutes, status in ((1, ""), (MONTH, "FAILED")):
+        place = deploying(minutes)
+        place.platform.deploy = refuse  # type: ignore[method-assign,assignment]
+        with nullcontext() if status else pytest.raises(CloudError, match="503"):
+            assert deploy(place.context, RUN, ME).status == status
+
+
+def refuse(*_: Any) -> str | Waits:
+    raise CloudError(ErrorClass.TRANSIENT, "the API answered 503")
+
+
+def test_an_endpoint_whose_time_is_over_is_not_created() -> None:
+    place = deploying(MONTH)
+    answer = deploy(place.context, RUN, ME).to_json()
+    assert (answer["status"], place.platform.asked) == ("FAILED", [])
+    assert "the endpoint's time was over" in answer["error"]["message"]
+
+
+def test_an_endpoint_that_is_ready_after_its_time_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = deploying(1)
+
+    def answers_a_month_later(*_: Any) -> str:
+        place.context.cloud.clock.now = lambda: NOW + MONTH * MINUTE  # type: ignore[method-assign]
+        return "http://endpoint"
+
+    place.platform.deploy = answers_a_month_later  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(deploying_stage, "completion_problem", lambda *_: "")
+    monkeypatch.setattr(deploying_stage, "_compare", lambda *_: None)
+    answer = deploy(place.context, RUN, ME).to_json()
+    assert (answer["status"], place.record.endpoint) == ("FAILED", None)
+    assert "before it was ready" in answer["error"]["message"]
+
+
+FAILED = Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.CODE, message="the first", hint=""))
+
+
+def test_an_execution_that_owns_no_run_deletes_nothing_and_ends_nothing() -> None:
+    place = Place(RunState.TRAINING)
+    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    answer = teardown(place.context, RUN, "another", "run", False, FAILED, ends=True)
+    assert (answer.status, place.record.state, place.record.outcome) == ("SUPERSEDED", RunState.TRAINING, None)
+    assert place.platform.asked == []
+
+
+def test_an_execution_that_lost_the_run_while_it_deleted_does_not_end_it() -> None:
+    place = Place(RunState.TRAINING)
+    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    delete = place.platform.teardown
+
+    def taken_over_meanwhile(cloud: Any, kind: str, name: str) -> bool:
+        place.store.update(RUN, lambda record: record.model_copy(update={"execution": "another"}))
+        return delete(cloud, kind, name)
+
+    place.platform.teardown = taken_over_meanwhile  # type: ignore[method-assign]
+    answer = teardown(place.context, RUN, ME, "run", False, FAILED, ends=True)
+    assert (answer.status, place.record.state) == ("SUPERSEDED", RunState.TEARING_DOWN)
+
+
+def test_the_outcome_that_was_decided_first_stays_until_the_end() -> None:
+    """Another execution may call again: after a crash it decides anew, and may decide otherwise."""
+    place = Place(RunState.TRAINING)
+    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
+    for outcome in (FAILED, Outcome(state=RunState.SUCCEEDED), None):
+        assert teardown(place.context, RUN, ME, "run", False, outcome, ends=True).status == "PENDING"
+        assert place.record.outcome == FAILED
+
+
 @pytest.mark.parametrize(("truncated", "is_told"), [(0, False), (3, False), (4, True), (None, False)])
 def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told: bool) -> None:
     place = Place(spec={**DAY, "serve": None}, attempts=[running()])
@@ -629,3 +734,29 @@ def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told:
     texts = [event["details"]["text"] for event in place.events if event["notice"]]
     assert ["4 of 300 rows were cut after" in text for text in texts] == [True] * is_told
     assert place.record.metrics["rows_truncated"] == truncated
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_told_and_harms_no_message(odd: float) -> None:
+    """An image of the user's may write a manifest with NaN, as Python's json does."""
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, loss=odd, loss_before=2.5, rows_eval=odd, rows_train=300, rows_truncated=odd)
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert texts == [
+        f"loss is {odd}, rows_eval is {odd}, rows_truncated is {odd}: lists and reports have no value of it"
+    ]
+    assert place.record.metrics == {
+        "loss": None, "loss_before": 2.5, "rows_eval": None, "rows_train": 300, "rows_truncated": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("odd", "bound"), [(math.nan, "max"), (math.inf, "min"), (-math.inf, "max")])
+def test_a_metric_that_is_not_finite_passes_no_gate(odd: float, bound: str) -> None:
+    evaluation = {"gate": {"metric": "loss", bound: 1.0}}
+    place = Place(spec={**DAY, "serve": None, "evaluation": evaluation}, attempts=[running()])
+    commit(place, loss=odd)
+    answer = look(place, Status(Phase.RUNNING))
+    assert answer["gate"]["passed"] is False
+    assert f"loss is {odd}; the gate asks for" in answer["gate"]["error"]["message"]

@@ -12,14 +12,15 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError
+from dropforge.cloud.executions import live_executions
 from dropforge.context import Context
-from dropforge.run.events import Request
+from dropforge.run.events import REQUESTED_BY, Request, request_message
 from dropforge.run.record import Record, RunState
 from dropforge.stages import submit
 from dropforge.stages.cancel import cancel_requested
 from dropforge.stages.submit import ignore_object, submit_message, submit_object, submit_uri
 
-from ..deployments import Memory, TestClock, context_with, settings_with
+from ..deployments import Memory, TestClock, cloud_with, context_with, settings_with
 from .test_ceiling import document
 
 SETTINGS = settings_with(
@@ -209,7 +210,7 @@ def test_nothing_of_an_object_that_is_no_spec_is_repeated(
     """The publisher of the message may not be allowed to read the data bucket."""
     record = requested(deployment, monkeypatch, "gs://rows/private.json", content)
     assert record.state is RunState.REJECTED
-    assert record.problems[0]["message"] == "the object is no job spec"
+    assert record.problems[0]["message"] == "the object is not a job spec"
     stored = b"".join(data for data, _ in deployment.storage.objects.values())
     assert b"four-seven" not in stored + json.dumps(deployment.events).encode()
 
@@ -238,7 +239,7 @@ def test_a_message_in_no_envelope_is_answered_by_the_names_of_the_envelopes(
     [problem] = record.problems
     assert (record.state, problem["message"], problem["found"]) == (
         RunState.REJECTED,
-        "the message is no request",
+        "the message is not a request",
         found,
     )
     for envelope in ("api_version", "spec_uri", "cancel"):
@@ -259,8 +260,8 @@ def test_a_message_with_an_incomplete_spec_is_a_spec(deployment: Deployment) -> 
         ("specs/x.yaml", "its name ends in .yaml; a job spec is a JSON document"),
         ("specs/job", "its name does not end in .json"),
         ("specs/JOB.JSON", "its name ends in .JSON"),
-        ("job.json", "it does not lie below specs/"),
-        ("team/specs/job.json", "it does not lie below specs/"),
+        ("job.json", "it is not below specs/"),
+        ("team/specs/job.json", "it is not below specs/"),
         ("specs/hf_CanaryCanaryCanaryCanary.yml", "its name ends in .yml"),
     ],
 )
@@ -280,6 +281,55 @@ def test_an_object_that_is_no_spec_is_answered(deployment: Deployment, name: str
 def test_other_objects_and_folders_get_no_answer(deployment: Deployment, name: str) -> None:
     ignore_object(deployment.context, "specs", name, "7")
     assert deployment.events == []
+
+
+@pytest.mark.parametrize("console", ["", "console"])
+def test_without_a_console_the_specs_bucket_reaches_only_its_own(console: str) -> None:
+    """The specs bucket is the source "", and so is a topic that does not exist."""
+    settings = replace(SETTINGS, console_topic=console)
+    reaching = {topic for topic in ("", "console", "requests", "operations") if settings.reaches_all(topic)}
+    assert reaching == {"operations"} | {console} - {""}
+
+
+@pytest.mark.parametrize(
+    ("topic", "by", "expected"),
+    [("console", "ada@example.com", "ada@example.com"), ("console", "<b>ada", ""), ("requests", "ada@example.com", "")],
+)
+def test_only_the_console_names_who_asked(topic: str, by: str, expected: str) -> None:
+    message = {"messageId": "1", "attributes": {REQUESTED_BY: by}}
+    _, request = request_message({"message": message}, f"//pubsub.googleapis.com/projects/p/topics/{topic}", "console")
+    assert request.by == expected
+
+
+def test_the_executions_of_a_workflow_are_looked_up_in_that_workflow() -> None:
+    asked: list[str] = []
+
+    def listed(request: Any, **_: Any) -> list[Any]:
+        asked.append(request.parent)
+        return []
+
+    client = SimpleNamespace(list_executions=listed)
+    assert live_executions(cloud_with(SETTINGS, workflow_executions=client), "rollouts") == frozenset()
+    assert set(asked) == {"rollouts"}
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "expected"),
+    [
+        ("specs/console/a.json", "ada@example.com", "ada@example.com"),
+        ("specs/console/a.json", "<b>ada", ""),
+        ("specs/a.json", "ada@example.com", ""),
+    ],
+)
+def test_only_the_console_names_who_dropped_a_spec(deployment: Deployment, name: str, by: str, expected: str) -> None:
+    """Every writer of the specs bucket can write metadata; only the console's account may write its folder."""
+    settings = replace(SETTINGS, console_topic="console")
+    deployment.context = replace(deployment.context, cloud=replace(deployment.context.cloud, settings=settings))
+    deployment.storage.objects[name] = (SPEC, 1)
+    deployment.storage.metadata[name] = {names.SUBMITTER: by}
+    record = submit_object(deployment.context, "specs", name, "1", len(SPEC))
+    assert record is not None
+    assert record.submitter == expected
 
 
 def test_a_flood_of_objects_gets_thirty_answers_an_hour_and_one_line_that_says_so(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dropforge.base.errors import ErrorClass
+from dropforge.run.events import run_event_message
 from dropforge.run.record import Attempt, Endpoint, Notice, Parity, RunError, RunState, Transition
 from dropforge.tell.news import MAX_LINE, MAX_LINES, MAX_TITLE, News, notice_news, state_news
 from dropforge.tell.slack import message_of
@@ -20,6 +23,7 @@ from dropforge_local.emulators.slack.rules import check_payload
 from ..deployments import SETTINGS, settings_with
 from .stories import NOW, news_of, record_of, spec_of
 
+RUN_EVENT_SCHEMA = Path(__file__).resolve().parents[2] / "schemas" / "run_event.schema.json"
 TOLD = (
     RunState.ACCEPTED,
     RunState.REJECTED,
@@ -42,7 +46,9 @@ def lines_of_slack(news: News) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(state=st.sampled_from(TOLD), foreign=texts, number=st.floats(allow_nan=False, allow_infinity=False))
+@given(state=st.sampled_from(TOLD), foreign=texts, number=st.floats())
+@example(state=RunState.SUCCEEDED, foreign="loss", number=math.nan)
+@example(state=RunState.SUCCEEDED, foreign="loss", number=math.inf)
 def test_no_message_has_more_than_ten_lines(state: RunState, foreign: str, number: float) -> None:
     """The largest record in each state, with foreign texts and numbers."""
     attempt = Attempt(
@@ -157,9 +163,18 @@ def test_a_rejection_shows_five_problems_and_where_the_others_are() -> None:
 
 def test_a_message_links_the_run_in_the_console_if_there_is_one() -> None:
     record = record_of(RunState.CANCELLED)
-    news = state_news(record, None, settings_with(console_url="https://console.example/"), NOW)
+    deployment = settings_with(console_url="https://console.example/")
+    news = state_news(record, None, deployment, NOW)
     assert news
     assert news.link == "https://console.example/runs/job-0123456789ab"
+    notice = notice_news(record, Notice("budget-50", "has used 50 %", "a"), deployment, NOW)
+    assert [each.event.console_url for each in (news, notice)] == [news.link] * 2
+    published = json.loads(run_event_message(news.event)[0])
+    jsonschema.validate(published, json.loads(RUN_EVENT_SCHEMA.read_text()))
+    assert published["console_url"] == news.link
+    without = state_news(record, None, SETTINGS, NOW)
+    assert without
+    assert without.event.console_url == without.link == ""
     assert f"<{news.link}|{news.link}>" in json.dumps(message_of(news).blocks)
 
 

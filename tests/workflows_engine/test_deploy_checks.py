@@ -212,3 +212,23 @@ def test_the_expansion_of_aliases_is_limited() -> None:
 def test_text_with_an_inner_expression_gets_a_warning() -> None:
     _, warnings = compile_source("- a: {return: 'hello ${x} there'}\n", Limits())
     assert [(warning.severity, warning.line) for warning in warnings] == [("warning", 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [("- zero: {assign: [{other: 0}]}\n", [6]), ("- zero: {assign: [{x: null}]}\n", [])],
+)
+def test_a_variable_that_a_try_creates_and_its_except_assigns_gets_a_warning(before: str, lines: list[int]) -> None:
+    """https://cloud.google.com/workflows/docs/reference/syntax/catching-errors#variable-scope"""
+    source = f"""\
+{before}- one:
+    try: {{call: http.get, args: {{url: a}}, result: x}}
+    except:
+        as: e
+        steps: [{{two: {{assign: [{{x: 1}}, {{own: 2}}]}}}}]
+- three: {{return: '${{x}}'}}
+"""
+    _, warnings = compile_source(source, Limits())
+    found = [(warning.severity, warning.line, warning.message) for warning in warnings]
+    assert [(severity, line) for severity, line, _ in found] == [("warning", line) for line in lines]
+    assert all("assign 'x' before the try" in message for *_, message in found)

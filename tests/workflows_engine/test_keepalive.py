@@ -61,7 +61,8 @@ def exchange(
         finally:
             await transport.close()
             server.close()
-            await asyncio.wait([task for task in serving if task is not None], timeout=PATIENCE_SECONDS)
+            _, open_ = await asyncio.wait([task for task in serving if task is not None], timeout=PATIENCE_SECONDS)
+            assert not open_, "the client left a connection open"
 
     return asyncio.run(run())
 
@@ -148,6 +149,18 @@ def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
         (b"SSH-2.0-OpenSSH\r\n\r\n", "not an HTTP response"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "not an HTTP response"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "not an HTTP response"),
+        *(
+            (f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\nab".encode(), "its Content-Length is")
+            for length in ("-2", "+2", "0_2", "²", "2, 2", "")  # int() accepts the first three
+        ),
+        *(
+            (f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{size}\r\nab\r\n0\r\n\r\n".encode(), "a chunk")
+            for size in ("-2", "-6", "+2", "0_2", "0x2", "")  # after -6, the same line would be read again, for ever
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            "both Content-Length and Transfer-Encoding",
+        ),
     ],
 )
 def test_a_malformed_response_is_a_connection_error(answer: bytes, message: str) -> None:
@@ -155,6 +168,11 @@ def test_a_malformed_response_is_a_connection_error(answer: bytes, message: str)
         exchange([answer], "POST", close=True)
     assert caught.value.value["tags"] == ["ConnectionError"]
     assert message in caught.value.value["message"]
+
+
+def test_the_connection_of_a_malformed_response_is_closed() -> None:
+    with pytest.raises(WorkflowError, match="its Content-Length is '-1'"):
+        exchange([b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", OK])
 
 
 @pytest.mark.parametrize(

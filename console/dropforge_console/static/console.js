@@ -3,9 +3,14 @@
 
 (() => {
   const FOCUSABLE = "a, button, input, [tabindex]";
-  const parts = new Map(); // id of a part: its HTML as the server sent it
+  const parts = new Map(); // id of a part: its HTML as the server sent it, without ages
   const all = (root) => root.querySelectorAll("[data-live]");
-  for (const part of all(document)) parts.set(part.id, part.outerHTML);
+  const lasting = (part) => {
+    const copy = part.cloneNode(true);
+    for (const time of copy.querySelectorAll("time[data-ago]")) time.textContent = "";
+    return copy.outerHTML;
+  };
+  for (const part of all(document)) parts.set(part.id, lasting(part));
 
   // Ages.
   const units = [["s", 1, 120], ["min", 60, 7200], ["h", 3600, 172800], ["d", 86400, Infinity]];
@@ -25,7 +30,9 @@
     if (fetching) { again = true; return; }
     fetching = true;
     try {
-      const response = await fetch(location.href, { headers: { accept: "text/html" } });
+      // Identity-Aware Proxy answers 401 to requests with the second header, and a redirect to others.
+      const response = await fetch(location.href, { headers: { accept: "text/html", "x-requested-with": "XMLHttpRequest" } });
+      if (response.status === 401) signedOut();
       if (!response.ok) return;
       if (document.querySelector("[data-awaited]")) { location.reload(); return; } // a run that is accepted only now
       const page = new DOMParser().parseFromString(await response.text(), "text/html");
@@ -38,12 +45,20 @@
     }
   }
 
+  function signedOut() {
+    const trouble = document.getElementById("trouble");
+    trouble.textContent = "This browser is signed out, so this page is old. Reload the page.";
+    trouble.hidden = false;
+    parts.delete("trouble");
+  }
+
   function replace(part) {
     const old = document.getElementById(part.id);
-    if (!old || parts.get(part.id) === part.outerHTML) return;
+    const html = lasting(part);
+    if (!old || parts.get(part.id) === html) return;
     const focused = old.contains(document.activeElement) ? document.activeElement : null;
     const place = focused && [...old.querySelectorAll(FOCUSABLE)].indexOf(focused);
-    parts.set(part.id, part.outerHTML);
+    parts.set(part.id, html);
     const opened = [...old.querySelectorAll("details")].map((details) => details.open);
     part.querySelectorAll("details").forEach((details, index) => { details.open = opened[index] ?? false; });
     const marked = new Set([...old.querySelectorAll("input:checked")].map((input) => input.value));
@@ -60,6 +75,13 @@
     if (!address || stream) return;
     stream = new EventSource(address);
     stream.addEventListener("change", refresh);
+    stream.addEventListener("error", lost);
+  }
+  function lost() { // a browser connects again after a lost connection, but not after an answer that is an error
+    if (stream?.readyState !== EventSource.CLOSED) return;
+    stream = null;
+    refresh();
+    setTimeout(connect, 5000);
   }
   document.addEventListener("visibilitychange", connect);
   connect();
@@ -83,7 +105,8 @@
     } catch { /* a newer text, or no connection: Check and Drop say what is wrong */ }
   }
 
-  // Filters apply as they change. Keys: / searches, j and k move among the runs, Enter opens a run.
+  // Filters apply as they change. Keys: / searches, j and k move among the runs, Enter opens a run, x marks it, c compares
+  // the marked runs, ? shows the keys.
   const filters = document.querySelector("form.filters");
   filters?.addEventListener("change", () => filters.requestSubmit());
   document.addEventListener("keydown", (event) => {
@@ -96,6 +119,12 @@
       const links = [...document.querySelectorAll("[data-row] a")];
       const next = links.indexOf(document.activeElement) + (event.key === "j" ? 1 : -1);
       links[Math.max(0, Math.min(next, links.length - 1))]?.focus();
+    } else if (event.key === "x") {
+      document.activeElement.closest("[data-row]")?.querySelector("input").click();
+    } else if (event.key === "c") {
+      if (document.querySelector("[data-row] input:checked")) document.querySelector("[data-compare]").requestSubmit();
+    } else if (event.key === "?") {
+      document.getElementById("keys").showModal();
     }
   });
 })();

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from containers.common.chat import Encoded
 from containers.common.publish import DROPFORGE, Description
+from containers.common.token_rows import TokenRows
 from dropforge.fit.maxtext import padded_length
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, SyntheticDataset
 
-from ..batches import Data, Rows
+from ..batches import Data
 from ..work import Work
 from . import Prepared
 
@@ -32,10 +34,9 @@ def synthetic(spec: JobSpec, vocabulary: int, tpu: bool) -> Prepared:
     assert isinstance(spec.dataset, SyntheticDataset), "the spec's validation refuses other data"
     length, count = padded_length(spec.training.max_length, tpu), spec.dataset.rows
     ids = np.random.default_rng(spec.training.seed).integers(0, vocabulary, count * length, dtype=np.int32)
-    train = Rows(ids, ids, np.arange(count + 1, dtype=np.int32) * length)
-    probed = min(count, max(1, PROBE_TOKENS // length))
-    probe = Rows(ids[: probed * length], ids[: probed * length], train.starts[: probed + 1])
-    prepared = Data(train, probe, [[index] for index in range(count)], length)
+    rows = TokenRows(ids, np.arange(count + 1, dtype=np.int64) * length)
+    train = Encoded(rows, rows)
+    prepared = Data(train, train[: max(1, PROBE_TOKENS // length)], [[index] for index in range(count)], length)
     return Prepared(prepared, Source(uri=spec.dataset.source, revision=f"seed-{spec.training.seed}"))
 
 

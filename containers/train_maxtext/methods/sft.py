@@ -14,12 +14,13 @@ from containers.common.errors import config_error
 from containers.common.evaluation import check_gate
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
+from containers.common.token_rows import Ints
 from containers.common.tokenise import TokenCache, Tokeniser
 from dropforge.fit.maxtext import padded_length
 from dropforge.run.seal import ROWS
 from dropforge.spec import Dataset, JobSpec
 
-from ..batches import Data, Ints, Rows, pack
+from ..batches import Data, pack
 from ..work import Work
 from . import Prepared
 
@@ -44,12 +45,10 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     held_out = tokeniser.encode(split.held_out, max_length, named) if split.held_out else encoded
     check_vocabulary(encoded, vocabulary)
     packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)
-    train = Rows.of(encoded.input_ids, encoded.labels)
-    probed = probe_rows(held_out.lengths)
     prepared = Data(
-        train=train,
-        probe=Rows.of(held_out.input_ids[:probed], held_out.labels[:probed]),
-        sequences=pack(train.lengths, length) if packing else [[index] for index in range(len(train))],
+        train=encoded,
+        probe=held_out[: probe_rows(held_out.lengths)],
+        sequences=pack(encoded.lengths, length) if packing else [[row] for row in range(len(encoded.input_ids))],
         length=length,
         **judged(spec, split, held_out, tokeniser.tokenizer),
     )
@@ -61,17 +60,18 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
 def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: Any) -> dict[str, Any]:
     """The fields of Data for the held-out rows, which the chips judge; {} if none are held out.
 
-    Greedy decoding cannot match an answer that was cut, or that is longer than `evaluation.max_new_tokens`. Plain texts
-    have no answers.
+    Greedy decoding cannot match an answer that was cut, or that is longer than `evaluation.max_new_tokens`. Nor does it
+    match the answers of the rows that were dropped, of which nothing is left to judge. Plain texts have no answers.
     """
     if not split.held_out or spec.evaluation is None:
         return {}
-    rows, stop = Rows.of(held_out.input_ids, held_out.labels), chat.end_of_turn(tokenizer)
     if not all(row.messages for row in split.held_out):
-        return {"held_out": rows}
+        return {"held_out": held_out}
     longest = spec.evaluation.max_new_tokens + 1  # with the token that ends the answer
-    sizes = [answer_tokens(*rows.row(index), stop) for index in range(len(rows))]
-    return {"held_out": rows, "answers": np.array([size if size <= longest else 0 for size in sizes], np.int32)}
+    stop, ids, labels = chat.end_of_turn(tokenizer), held_out.input_ids, held_out.labels
+    sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
+    answers = [size if size <= longest else 0 for size in sizes] + [0] * held_out.dropped
+    return {"held_out": held_out, "answers": np.array(answers, np.int32)}
 
 
 def answer_tokens(ids: Ints, labels: Ints, stop: int) -> int:

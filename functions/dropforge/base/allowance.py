@@ -1,4 +1,4 @@
-"""A bound on how often something happens in an hour."""
+"""A limit on the number of events in an hour."""
 
 from __future__ import annotations
 

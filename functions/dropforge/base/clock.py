@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 
 class Clock:
-    """The clock of this machine. A test or a simulation hands in its own."""
+    """The clock of this machine. A test or a simulation passes its own clock."""
 
     def now(self) -> datetime:
         """The time of day, in UTC."""

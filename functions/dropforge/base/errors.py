@@ -27,7 +27,7 @@ class ErrorClass(StrEnum):
     STOCKOUT = "stockout"  # the cloud has no capacity left here; another placement may have some
     TRANSIENT = "transient"  # a temporary failure; the same call may succeed later
     PREEMPTED = "preempted"  # the cloud took the machine; training resumes from the last checkpoint
-    INFRASTRUCTURE = "infrastructure"  # the machine was lost without notice; training resumes likewise
+    INFRASTRUCTURE = "infrastructure"  # the machine was lost without notice; training resumes from the last checkpoint
     OUT_OF_MEMORY = "out_of_memory"  # host or accelerator memory ran out
     DEADLINE = "deadline"  # limits.max_duration ran out
     BUDGET = "budget"  # limits.max_cost_usd ran out

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+NOT_FINITE = "not finite"  # NaN and the infinities
+
 
 def age(seconds: float) -> str:
     """Return a length of time in one unit and at most six characters: `45 s`, `90 min`, `30 h`, `12 d`."""
@@ -23,14 +27,20 @@ def duration(seconds: float) -> str:
 
 
 def usd(amount: float | None) -> str:
-    """Return US dollars with two or four decimals. An unknown amount is "unknown", never 0."""
+    """Return US dollars: four decimals below $1, else two. An unknown amount is "unknown", a tiny one is never 0."""
     if amount is None:
         return "unknown"
-    return f"${amount:.2f}" if amount >= 1 or amount == 0 else f"${amount:.4f}"
+    if amount < 0:
+        return f"-{usd(-amount)}"
+    if 0 < amount < 0.00005:
+        return "< $0.0001"
+    return f"${amount:.4f}" if 0 < round(amount, 4) < 1 else f"${abs(amount):.2f}"
 
 
 def number(value: float | None) -> str:
-    """Return a metric: a whole number without decimals, any other number with four digits."""
+    """Return a metric: a whole number without decimals, any other number with four digits, or "not finite"."""
     if value is None:
         return "-"
+    if not math.isfinite(value):
+        return NOT_FINITE
     return f"{value:,.0f}" if (value == round(value) and abs(value) >= 1) or abs(value) >= 10_000 else f"{value:.4g}"

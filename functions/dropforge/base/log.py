@@ -26,9 +26,20 @@ def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fi
     """Write one log entry to stderr, without credentials."""
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = {"time": time, "severity": severity, "message": message, "stage": stage, "run": run, **fields}
+    # Each text first, because the escapes of JSON hide credentials; then the line, where a key may tell one.
+    text = redact(json.dumps(_redacted(line)))
     # One call of write: several threads may log at the same time.
-    sys.stderr.write(redact(json.dumps(line, default=str)) + "\n")
+    sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _redacted(value: Any) -> Any:
+    """`value` in the types of JSON, each text and key of it without credentials."""
+    if isinstance(value, dict):
+        return {redact(str(key)): _redacted(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float) else redact(str(value))
 
 
 def traced(project: str) -> Log:

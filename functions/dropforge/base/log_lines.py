@@ -49,7 +49,7 @@ def entries(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _json(line: str) -> dict[str, Any] | None:
-    """The entry in a line; None if the line is none of an entry."""
+    """The entry in a line; None if the line does not begin an entry."""
     if not line.startswith("{"):
         return None
     try:

@@ -19,7 +19,12 @@ ROLLOUT_LABEL = "dropforge-rollout"
 
 RESERVED_ENDPOINTS = frozenset({"latest"})  # the command line's word for the newest run
 
+SHARED_PREFIX = "shared-"  # of the names of endpoints that dropforge chooses
+
 SPECS_PREFIX = "specs/"
+# If the deployment has a console, only its account may create objects below this prefix (terraform/console.tf).
+CONSOLE_SPECS_PREFIX = "specs/console/"
+SUBMITTER = "submitter"  # the metadata of an object there: the e-mail address of the person who dropped the spec
 OPEN_PREFIX = "runs/open/"
 ENDPOINTS_PREFIX = "endpoints/"
 # Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
@@ -47,6 +52,11 @@ def is_spec_object(name: str) -> bool:
     return name.startswith(SPECS_PREFIX) and name.endswith(".json")
 
 
+def is_email(text: str) -> bool:
+    """Whether a text can be the e-mail address of a person or of an account, as identities are named."""
+    return len(text) <= 254 and re.fullmatch(r"[^\s@<>\x00-\x1f\x7f]+@[A-Za-z0-9.-]+", text) is not None
+
+
 def is_run_id(text: str) -> bool:
     return re.fullmatch(r"[a-z][a-z0-9-]{0,19}-[0-9a-f]{12}", text) is not None
 
@@ -67,7 +77,7 @@ def is_endpoint(resource: str, run: str) -> bool:
 
 
 def is_endpoint_name(text: str) -> bool:
-    """Whether a named endpoint may have this name. A run id is none: commands take either."""
+    """Whether a named endpoint may have this name. It must not look like a run id: commands take both."""
     is_name = re.fullmatch(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?", text) is not None
     return is_name and text not in RESERVED_ENDPOINTS and not is_run_id(text)
 
@@ -75,6 +85,11 @@ def is_endpoint_name(text: str) -> bool:
 def named_endpoint(endpoint: str) -> str:
     """The short name of the service of a named endpoint: with a tag (`revision_tag`), it has at most 46 characters."""
     return f"df-ep-{endpoint}"
+
+
+def shared_endpoint(*parts: str) -> str:
+    """The name of a shared endpoint that no spec has named. It is no run id, whose digest is longer."""
+    return f"{SHARED_PREFIX}{_digest(*parts)[:10]}"
 
 
 def revision_tag(number: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-# A format without a prefix of its own begins a word: after no letter, or after an escape of JSON or of a URL.
+# A format without its own prefix must begin a word: no letter before it, or an escape of JSON or of a URL.
 _WORD = r"(?:(?<![A-Za-z0-9_-])|(?<=\\[bfnrt])|(?<=%[0-9A-F]{2}))"
 _SPACE = r"(?:[ +]|%20)"
 _SLASH = r"(?:\\{0,4}/|%2F)"
@@ -16,7 +16,7 @@ _SLASH = r"(?:\\{0,4}/|%2F)"
 # and slashes are escaped. Nothing that must match follows a repeat without an upper bound, so that no text makes the
 # search slow.
 FORMATS = {
-    # With its lines; without the end, if that was cut off, up to the last character of a line of base64.
+    # All lines of the key. If its end was cut off: up to the last character of a line of base64.
     "private key": (
         rf"-----BEGIN{_SPACE}(?:[A-Z0-9]{{1,20}}{_SPACE}){{0,3}}PRIVATE{_SPACE}KEY(?:{_SPACE}BLOCK)?-----"
         rf"(?:[A-Za-z0-9+/=\\:,.%\s]|-(?!----))*+(?:-----END{_SPACE}[A-Z0-9 +%]{{1,60}}-----)?"

@@ -36,17 +36,19 @@ class Settings:
     kubernetes_trainer_account: str = "dropforge-trainer"
     kubernetes_server_account: str = "dropforge-server"
     slack_webhook_secret: str = ""
-    endpoint_key_secret: str = ""  # the API key of endpoints that Google's IAM does not guard; "": they check nothing
+    endpoint_key_secret: str = ""  # the API key of endpoints that Google's IAM does not guard; "": no check
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
     console_url: str = ""  # of the console, such as https://console.example.com; "": messages have no links to it
-    token_command: str = ""  # prints an endpoint's token, given a run id, where gcloud's commands do not; "": they do
-    otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": none gets it
-    operations_topic: str = ""  # of operators, who may cancel any run
+    token_command: str = ""  # prints an endpoint's token, given a run id; "": gcloud's commands print it
+    otlp_endpoint: str = ""  # the base URL of the OTLP receiver that gets a trace of each run; "": no receiver
+    operations_topic: str = ""  # the topic of operators, who may cancel any run
+    console_topic: str = ""  # of the console's account, which says who requests; "": no console says that
     rollout_workflow: str = ""  # of named endpoints; "": specs with `serve.endpoint` are refused
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
     access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
+    dead_letter_subscriptions: str = ""  # separated by commas: the events that no function could handle
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
 
     @property
@@ -65,6 +67,10 @@ class Settings:
     def deployment(self) -> str:
         """The value of the deployment label on all resources of this deployment's runs."""
         return deployment_id(self.runs_bucket)
+
+    def reaches_all(self, topic: str) -> bool:
+        """Whether the messages of a topic may change every run and endpoint: operators and the console send them."""
+        return topic == self.operations_topic or (topic == self.console_topic and bool(topic))
 
     def topic(self, short_name: str) -> str:
         return f"projects/{self.project}/topics/{short_name}"

@@ -11,7 +11,7 @@ U = TypeVar("U")
 
 
 class Threads:
-    """A pool of threads for each call of `map`. A simulation hands in its own, which uses one thread."""
+    """A pool of threads for each call of `map`. A simulation passes its own pool, which uses one thread."""
 
     def map(self, call: Callable[[T], U], items: Iterable[T], workers: int) -> list[U]:
         """The result of `call` for each item, in the order of the items. Raises the first exception of a call."""

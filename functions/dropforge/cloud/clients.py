@@ -9,11 +9,12 @@ module does.
     COMPUTE_EMULATOR_HOST          http://host:port
     SECRET_MANAGER_EMULATOR_HOST   http://host:port
     STS_EMULATOR_HOST              http://host:port   (the Security Token Service)
+    METADATA_EMULATOR_HOST         http://host:port   (the metadata server's identity tokens)
     WORKFLOWS_EMULATOR_HOST        host:port          (gRPC: the executions client has no REST transport)
     SLACK_EMULATOR_HOST            http://host:port   (the Web API; a webhook is a whole URL in its secret)
     GITHUB_EMULATOR_HOST           http://host:port/path
     WEBHOOK_EMULATOR_HOST          http://host:port   (the one address outside of the internet that a webhook may have)
-    SMTP_EMULATOR_HOST             host:port          (likewise for a mail server)
+    SMTP_EMULATOR_HOST             host:port          (the same for a mail server)
     TELEMETRY_EMULATOR_HOST        http://host:port   (Google Cloud's Telemetry API)
     MONITORING_EMULATOR_HOST       http://host:port   (Cloud Monitoring)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
@@ -41,7 +42,7 @@ _ACCESS_TOKEN = "urn:ietf:params:oauth:token-type:access_token"
 _SHORTEST_SECONDS = 240  # google-auth renews a token when it has less than 225 s left
 
 _SILENT = logging.getLogger(f"{__name__}.slack")  # the SDK logs the webhook's URL, which is a secret
-_SILENT.disabled = True
+_SILENT.addFilter(lambda record: False)  # logging.config.dictConfig, which servers call, enables disabled loggers again
 
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -137,7 +138,7 @@ class Clients:
             requested_token_type=_ACCESS_TOKEN,
             additional_options=boundary,
         )
-        # Without expires_in, the token lives as long as the token it was made of, which is valid for minutes at least.
+        # Without expires_in, the token lives as long as its source token, which is valid for at least some minutes.
         return str(answer["access_token"]), int(answer.get("expires_in", _SHORTEST_SECONDS))
 
     @_once
@@ -271,14 +272,42 @@ class Clients:
         """A requests session for a served model: with its API key, or with a token for Cloud Run."""
         from .sessions import LeanSession, session_with
 
-        if token := key or self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
-            return session_with(token)
+        token = key or self.endpoint_token(audience)
+        return session_with(token) if token else LeanSession()
+
+    def endpoint_token(self, audience: str) -> str:
+        """A token of this process's account for a served model on Cloud Run; "" for a server that checks nothing."""
+        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
+            return token
         if audience.startswith("http://"):  # the server checks nothing, and the network could read a token
-            return LeanSession()
+            return ""
         from google.auth.transport.requests import Request
         from google.oauth2 import id_token
 
-        return session_with(id_token.fetch_id_token(Request(), audience))
+        return str(id_token.fetch_id_token(Request(), audience))
+
+    def identity_token(self, audience: str) -> str:
+        """A token of this process's account that only `audience` accepts, from the metadata server.
+
+        https://cloud.google.com/run/docs/securing/service-identity#identity_tokens
+        """
+        if host := self.environment.get("METADATA_EMULATOR_HOST"):
+            return self._emulated_identity(host, audience)
+        from google.auth.transport.requests import Request
+        from google.oauth2 import id_token
+
+        return str(id_token.fetch_id_token(Request(), audience))
+
+    @staticmethod
+    def _emulated_identity(host: str, audience: str) -> str:
+        import requests
+
+        url = f"{host}/computeMetadata/v1/instance/service-accounts/default/identity"
+        answer = requests.get(
+            url, {"audience": audience}, headers={"Metadata-Flavor": "Google"}, timeout=TIMEOUT_SECONDS
+        )
+        answer.raise_for_status()
+        return answer.text
 
     def hub(self) -> Hub:
         """The Hugging Face Hub."""
@@ -368,7 +397,7 @@ class Clients:
 
     @_once
     def _credentials(self) -> Any:
-        """The process's Google credentials: every client has the same, so the token is renewed once for all."""
+        """The process's Google credentials: all clients share them, so one renewal of the token serves all."""
         import google.auth
 
         credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])

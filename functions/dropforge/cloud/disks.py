@@ -18,7 +18,7 @@ from .context import Cloud
 from .listing import Entry, Listed, unreachable
 
 DISK = "compute.googleapis.com/Disk"
-WAIT_SECONDS = 5.0  # most disks are created, or deleted, within this time; a later call looks at the others again
+WAIT_SECONDS = 5.0  # most disks are created, or deleted, within this time; a later call checks slower disks
 LOOK_SECONDS = 0.2
 
 

@@ -71,15 +71,23 @@ def state_of(cloud: Cloud, execution: str) -> str:
 
 def find_execution(cloud: Cloud, run: str, since: datetime) -> str | None:
     """The id of the newest live execution for a run that started at or after `since`; None if there is none."""
+    return _newest_live(cloud, cloud.settings.workflow_name, {names.RUN_LABEL: run}, since)
+
+
+def find_rollout(cloud: Cloud, endpoint: str, rollout: str, since: datetime) -> str | None:
+    """The id of the newest live execution for a rollout, as `find_execution`."""
+    labels = {names.ENDPOINT_LABEL: endpoint, names.ROLLOUT_LABEL: rollout}
+    return _newest_live(cloud, cloud.settings.rollout_workflow_name, labels, since)
+
+
+def _newest_live(cloud: Cloud, workflow: str, labels: dict[str, str], since: datetime) -> str | None:
     from google.cloud.workflows import executions_v1
 
-    request = executions_v1.ListExecutionsRequest(
-        parent=cloud.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=100
-    )
+    request = executions_v1.ListExecutionsRequest(parent=workflow, view=executions_v1.ExecutionView.FULL, page_size=100)
     for execution in cloud.clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS):
         if execution.start_time and execution.start_time < since:  # a queued execution has no start time yet
-            return None  # the list begins with the newest: the rest is older than the run
-        if execution.labels.get(names.RUN_LABEL) == run and execution.state.name in LIVE:
+            return None  # the list begins with the newest: the rest is older
+        if labels.items() <= dict(execution.labels).items() and execution.state.name in LIVE:
             return _id(execution)
     return None
 

@@ -40,7 +40,7 @@ VERSIONS = {
 }
 OF_ATTEMPTS = f"{names.MANAGED_BY}=dropforge,{names.ATTEMPT_LABEL}"
 PAGE = 500  # objects per request of a listing
-GONE_WAIT_SECONDS = 5.0  # small objects are deleted within this time; a later call looks at the others again
+GONE_WAIT_SECONDS = 5.0  # small objects are deleted within this time; a later call checks slower objects
 LOOK_SECONDS = 0.2
 
 # Lists one cluster, given its API, its full name and the settings.
@@ -117,8 +117,8 @@ def clusters(cloud: Cloud) -> Any:
 def listed(cloud: Cloud, list_cluster: ListCluster, *, is_used: bool) -> Iterator[Listed]:
     """The resources that `list_cluster` lists in each standing cluster that runs. Raises Unlisted at the end.
 
-    An attempt's own cluster is not listed here: only the attempt may work in it, and it is listed and deleted as a
-    whole.
+    This function does not list an attempt's own cluster: only the attempt may work in that cluster, and other
+    functions list and delete it as a whole.
     """
     settings = cloud.settings
     from google.cloud.container_v1 import Cluster

@@ -11,7 +11,7 @@ def read_at_most(blob: Any, limit: int, timeout: float = TIMEOUT_SECONDS, **opti
     """The first `limit` bytes of an object; None if it does not exist. Raises client errors.
 
     `options` are further arguments of Blob.download_as_bytes. A compressed object stays compressed (`raw_download`),
-    because its plain size is known only after it is too late.
+    because its plain size is known only after the decompression.
     """
     from google.api_core.exceptions import NotFound, RequestRangeNotSatisfiable
 

@@ -1,7 +1,7 @@
 """Why a container does not run, from its pod's status and events: pure functions on JSON.
 
-Kubernetes retries forever: a pod reports why it waits, and never that it has failed. These functions tell permanent
-problems from waiting, and describe the wait once the caller stops waiting.
+Kubernetes retries forever: a pod reports why it waits, but never that it has failed. These functions distinguish
+permanent problems from waiting, and say why the pod waited when the caller stops waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .classify import classify_text
 Object = dict[str, Any]
 
 CRASHES = 3  # a container that ends this often is broken; fewer ends may come from lost machines
-_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})  # any cause, also a busy registry
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})  # any cause, even a busy registry
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _FORBIDDEN = re.compile(r"denied|forbidden|unauthorized|authorization failed|\b40[13]\b", re.I)
 _WRONG = re.compile(r"not found|does not exist|invalid|manifest unknown|\b404\b", re.I)

@@ -1,6 +1,7 @@
 """A container's access to the objects of its run: a token that the function `access` gives for at most an hour.
 
-The control plane sets the variables. Without them, as in a bucket of one's own, a container uses its account.
+The control plane sets the variables. Without these variables, as with a user's own bucket, a container uses its
+account.
 """
 
 from __future__ import annotations

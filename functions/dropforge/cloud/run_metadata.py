@@ -21,7 +21,7 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 def metadata_server(clients: Clients) -> ThreadingHTTPServer:
-    """A server at a free port of loopback. Any process of the container may ask it: the token reaches this run alone.
+    """A server at a free port of loopback. Any process of the container may ask: the token reaches only this run.
 
     `serve_forever` answers requests, each in a thread.
     """

@@ -1,9 +1,9 @@
 """HTTP sessions for Google's APIs and their emulators: `requests`, without the work that these calls do not need.
 
 For each call, `requests` builds a request from the session's and its own settings, looks for proxies in the
-environment, for a password in .netrc and for cookies: half of a call's CPU. Here a call with a plain URL, headers and
-bytes goes to the connection pool at once. The environment is read once for each host. Any other call, such as one with
-cookies, files or a redirect, takes the way of `requests`.
+environment, for a password in .netrc and for cookies. That takes half of a call's CPU. Here a call with a plain URL,
+headers and bytes goes to the connection pool at once. The environment is read once for each host. `requests` itself
+handles any other call, such as a call with cookies, files or a redirect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The record of a named endpoint: its revisions, its rollouts, and which revision serves.
 
-A revision is the model of one run behind the name. A rollout is one change of the endpoint: it deploys a revision,
-goes back to the one before, or retires the endpoint. Rollouts take turns, in the order of their requests.
+A revision is the model of one run behind the name, or a list of adapters (shared.py). A rollout is one change of the
+endpoint: it deploys a revision, goes back to the one before, or retires the endpoint. Rollouts take turns, in the order
+of their requests.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from dropforge.base.errors import Conflict, NotFound
 from dropforge.platforms.named import Counted
 from dropforge.run.record import Parity, RunError, Stored
+from dropforge.spec import parts
+
+from .budget import ROUNDING_USD, WARN_AT, Budget, period
+from .shared import Adapter, Base
 
 KEPT_ROLLOUTS = 100  # ended ones that a record names
 KEPT_REVISIONS = 100
 
 
 class RolloutState(StrEnum):
-    """The state of a rollout. The last three are terminal and written once."""
+    """The state of a rollout. The last four are terminal and written once."""
 
     QUEUED = "QUEUED"  # another rollout of the endpoint has not ended
     DEPLOYING = "DEPLOYING"  # the platform starts the revision, which has no share
@@ -28,9 +33,11 @@ class RolloutState(StrEnum):
     WATCHING = "WATCHING"  # the revision is a canary: it has a share of the requests
     SHIFTING = "SHIFTING"  # the revision gets the requests
     UNDOING = "UNDOING"  # the rollout has failed: the revision before gets every request
+    SUSPENDING = "SUSPENDING"  # the budget of the endpoint is spent: its instances are ended
     RETIRING = "RETIRING"  # the endpoint is deleted
     PROMOTED = "PROMOTED"
     ROLLED_BACK = "ROLLED_BACK"
+    SUSPENDED = "SUSPENDED"
     RETIRED = "RETIRED"
 
     @property
@@ -38,11 +45,12 @@ class RolloutState(StrEnum):
         return self in _TERMINAL
 
 
-_TERMINAL = frozenset({RolloutState.PROMOTED, RolloutState.ROLLED_BACK, RolloutState.RETIRED})
+_TERMINAL = frozenset({RolloutState.PROMOTED, RolloutState.ROLLED_BACK, RolloutState.SUSPENDED, RolloutState.RETIRED})
 _ALLOWED = {
     RolloutState.QUEUED: {
         RolloutState.DEPLOYING,
         RolloutState.CHECKING,
+        RolloutState.SUSPENDING,
         RolloutState.RETIRING,
         RolloutState.ROLLED_BACK,
     },
@@ -51,9 +59,11 @@ _ALLOWED = {
     RolloutState.WATCHING: {RolloutState.SHIFTING, RolloutState.UNDOING},
     RolloutState.SHIFTING: {RolloutState.PROMOTED, RolloutState.UNDOING},
     RolloutState.UNDOING: {RolloutState.ROLLED_BACK},
+    RolloutState.SUSPENDING: {RolloutState.SUSPENDED},
     RolloutState.RETIRING: {RolloutState.RETIRED},
 }
-Kind = Literal["deploy", "rollback", "retire"]
+_STOPPABLE = frozenset({RolloutState.DEPLOYING, RolloutState.CHECKING, RolloutState.WATCHING})
+Kind = Literal["deploy", "rollback", "remove", "suspend", "resume", "retire"]
 
 
 class EndpointState(StrEnum):
@@ -61,6 +71,7 @@ class EndpointState(StrEnum):
 
     NEW = "NEW"  # no revision was promoted yet
     SERVING = "SERVING"
+    SUSPENDED = "SUSPENDED"  # its budget is spent: nothing answers, until the next period or a higher budget
     RETIRED = "RETIRED"
 
 
@@ -68,7 +79,8 @@ class Revision(Stored):
     """The model of a run behind the name.
 
     `revision` is the platform's own name, known once it runs. `digest` is the SHA-256 of the model's manifest. `who` is
-    the source of the request. `paid_since` is when its instances may have begun to cost money, while they may;
+    the source of the request. `adapters` are what a shared endpoint serves; `run` is then one of their runs, whose base
+    all of them have. `paid_since` is when its instances may have begun to cost money, while they may;
     `spent_usd` is the most that they have cost before.
     """
 
@@ -84,6 +96,16 @@ class Revision(Stored):
     usd_per_hour: float | None = None
     paid_since: datetime | None = None
     spent_usd: float = 0.0
+    adapters: list[Adapter] = []
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of that name."""
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+    def with_adapter(self, name: str, **changes: Any) -> Revision:
+        """This revision with changed fields of an adapter."""
+        changed = [each.model_copy(update=changes) if each.name == name else each for each in self.adapters]
+        return self.model_copy(update={"adapters": changed})
 
     def cost(self, now: datetime) -> float | None:
         """The most that the revision has cost, in US dollars: as if all instances had run. None: no price is known."""
@@ -91,6 +113,11 @@ class Revision(Stored):
             return None
         hours = (now - self.paid_since).total_seconds() / 3600 if self.paid_since else 0.0
         return self.spent_usd + self.usd_per_hour * max(0.0, hours)
+
+    def cost_each(self, now: datetime) -> float | None:
+        """The most that each of its models has cost: adapters share the cost of a revision equally."""
+        cost = self.cost(now)
+        return None if cost is None else cost / max(1, len(self.adapters))
 
     def paid(self, now: datetime) -> Revision:
         """This revision, whose instances may cost money from now on."""
@@ -123,6 +150,8 @@ class Seen(Stored):
 class Rollout(Stored):
     """One change of an endpoint. `revision` is the number of the revision that it promotes; 0 before it began.
 
+    `model` is what it takes from a shared endpoint, by its name. `run` is the run whose model is put there, or taken.
+
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
     """
@@ -146,6 +175,7 @@ class Rollout(Stored):
     watched: datetime | None = None
     seen: Seen | None = None
     ends: str = ""
+    model: str = ""
 
     def entered(self, state: RolloutState, now: datetime) -> Rollout:
         """This rollout in `state`. Raises Conflict if `state` cannot follow the present state."""
@@ -162,7 +192,9 @@ class EndpointRecord(Stored):
 
     `source` is where the specs of its models come from: a topic, or "" for the specs bucket. `type` and `region` never
     change: they are part of the URL. `stable` is the number of the revision that serves, and `previous` of the one that
-    a rollback promotes; 0: there is none. `expires` None: the endpoint stays until it is retired.
+    a rollback promotes; 0: there is none. `expires` None: the endpoint stays until it is retired. `dropped_usd` is what
+    the revisions have cost that this record no longer has. `suspended` is since when the budget allows no instance.
+    `base` is what the adapters of a shared endpoint have in common; None for an endpoint with one model.
     """
 
     name: str
@@ -176,13 +208,19 @@ class EndpointRecord(Stored):
     previous: int = 0
     revisions: list[Revision] = []
     rollouts: list[Rollout] = []
+    dropped_usd: float = 0.0
+    budget: Budget | None = None
     expires: datetime | None = None
+    suspended: datetime | None = None
     retired: datetime | None = None
+    base: Base | None = None
 
     @property
     def state(self) -> EndpointState:
         if self.retired:
             return EndpointState.RETIRED
+        if self.suspended:
+            return EndpointState.SUSPENDED
         return EndpointState.SERVING if self.stable else EndpointState.NEW
 
     @property
@@ -199,6 +237,11 @@ class EndpointRecord(Stored):
     def serving(self) -> Revision | None:
         """The revision that serves."""
         return self.find_revision(self.stable)
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters that a shared endpoint serves; none for an endpoint with one model."""
+        return self.serving.adapters if self.serving else []
 
     def find(self, rollout: str) -> Rollout | None:
         return next((each for each in self.rollouts if each.id == rollout), None)
@@ -232,7 +275,66 @@ class EndpointRecord(Stored):
     def cost(self, now: datetime) -> float | None:
         """The most that all revisions have cost, in US dollars; None if a price is unknown."""
         costs = [revision.cost(now) for revision in self.revisions]
-        return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
+        return None if None in costs else round(self.dropped_usd + sum(cost or 0.0 for cost in costs), 6)
+
+    def spent(self, now: datetime) -> float | None:
+        """The most that the endpoint has cost in the present period of its budget; None without a budget or a price."""
+        cost, current = self.cost(now), self.in_period(now).budget
+        return None if cost is None or current is None else max(0.0, cost - current.before_usd)
+
+    def is_spent(self, now: datetime, percent: int = 100) -> bool:
+        """Whether so much of the budget is spent."""
+        spent = self.spent(now)
+        return spent is not None and self.budget is not None and spent >= self.budget.usd * percent / 100 - ROUNDING_USD
+
+    def is_to_warn(self, now: datetime) -> bool:
+        """Whether people must hear that WARN_AT percent of the budget are spent."""
+        current = self.in_period(now).budget
+        return current is not None and not current.warned and self.is_spent(now, WARN_AT)
+
+    def in_period(self, now: datetime) -> EndpointRecord:
+        """This record, whose budget counts the present period.
+
+        Each change that ends the costs of a revision comes after this one, so the cost at the period's beginning is
+        exact.
+        """
+        if self.budget is None or (began := period(now, self.budget.per)) <= self.budget.began:
+            return self
+        return self.model_copy(update={"budget": self.budget.in_period(began, self.cost(began) or 0.0)})
+
+    def with_budget(self, budget: parts.Budget | None, by: str, now: datetime) -> EndpointRecord:
+        """This record with a budget that `by` has set. It counts from now if the budget before had another period."""
+        if budget is None:
+            return self.model_copy(update={"budget": None})
+        old = self.in_period(now).budget
+        is_kept = old is not None and old.per == budget.per
+        began, before = (old.began, old.before_usd) if old is not None and is_kept else (now, self.cost(now) or 0.0)
+        wanted = Budget(usd=budget.usd, per=budget.per, by=by, asked=now, began=began, before_usd=before)
+        return self.model_copy(update={"budget": wanted})
+
+    def with_budget_of_spec(self, budget: parts.Budget | None, now: datetime) -> EndpointRecord:
+        """This record with the budget of a spec, unless a request has set one, or the record has it already."""
+        old = self.budget
+        if budget is None or (old is not None and (old.by or (old.usd, old.per) == (budget.usd, budget.per))):
+            return self
+        return self.with_budget(budget, "", now)
+
+    def with_warning(self, asked: datetime, now: datetime) -> EndpointRecord:
+        """This record after people were warned about the budget that was asked for then."""
+        current = self.in_period(now)
+        if current.budget is None or current.budget.asked != asked:
+            return self
+        return current.model_copy(update={"budget": current.budget.model_copy(update={"warned": True})})
+
+    def cost_by_model(self, now: datetime) -> dict[str, float | None]:
+        """The most that each model of a shared endpoint has cost, in US dollars; None if a price is unknown."""
+        costs: dict[str, list[float | None]] = {}
+        for revision in self.revisions:
+            for adapter in revision.adapters:
+                costs.setdefault(adapter.name, []).append(revision.cost_each(now))
+        return {
+            name: None if None in each else round(sum(cost or 0.0 for cost in each), 6) for name, each in costs.items()
+        }
 
     def with_rollout(self, rollout: Rollout) -> EndpointRecord:
         """This record with a new rollout at the end, or with a changed one in its place."""
@@ -248,6 +350,25 @@ class EndpointRecord(Stored):
         """This record with a changed revision."""
         changed = [change(each) if each.number == number else each for each in self.revisions]
         return self.model_copy(update={"revisions": changed})
+
+    def with_expiry(self, expires: datetime | None) -> EndpointRecord:
+        """This record with another expiry, also of every model of a shared endpoint."""
+        revisions = [
+            revision.model_copy(
+                update={"adapters": [each.model_copy(update={"expires": expires}) for each in revision.adapters]}
+            )
+            for revision in self.revisions
+        ]
+        return self.model_copy(update={"expires": expires, "revisions": revisions})
+
+    def with_seals(self, number: int, name: str, expires: datetime) -> EndpointRecord:
+        """This record, in which the adapters of a revision have passed their seals; the one of `name` has an expiry."""
+
+        def passed(revision: Revision) -> Revision:
+            sealed = [each.model_copy(update={"sealed": True}) for each in revision.adapters]
+            return revision.model_copy(update={"adapters": sealed}).with_adapter(name, expires=expires)
+
+        return self.with_revision(number, passed)
 
     def claimed(self, rollout: str, execution: str) -> EndpointRecord:
         """This record, whose rollout `execution` owns if it has no owner. A superseded one never owns it again."""
@@ -270,27 +391,40 @@ class EndpointRecord(Stored):
         return self if found.state is state else self.with_rollout(found.entered(state, now))
 
     def began(self, rollout: str, revision: Revision, deadline: datetime, now: datetime) -> EndpointRecord:
-        """This record with the revision of a rollout that deploys: its instances may cost money from now on."""
-        begun = self.rollout(rollout).entered(RolloutState.DEPLOYING, now)
+        """This record with the revision of a rollout that deploys: its instances may cost money from now on.
+
+        A rollout that deploys already stays as it is: the reply about its write may have been lost.
+        """
+        found = self.rollout(rollout)
+        if found.state is RolloutState.DEPLOYING:
+            return self
+        begun = found.entered(RolloutState.DEPLOYING, now)
         begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
         kept = [each for each in self.revisions if each.number in (self.stable, self.previous) or each.paid_since]
-        others = [each for each in self.revisions if each not in kept][-KEPT_REVISIONS:]
-        revisions = sorted([*kept, *others], key=lambda each: each.number)
-        return self.model_copy(update={"revisions": [*revisions, revision.paid(now)]}).with_rollout(begun)
+        others = [each for each in self.revisions if each not in kept]
+        dropped = sum(each.spent_usd for each in others[:-KEPT_REVISIONS])
+        revisions = sorted([*kept, *others[-KEPT_REVISIONS:]], key=lambda each: each.number)
+        update = {"revisions": [*revisions, revision.paid(now)], "dropped_usd": self.dropped_usd + dropped}
+        return self.model_copy(update=update).with_rollout(begun)
 
-    def returns(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
+    def returns(self, rollout: str, deadline: datetime, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record with a rollout that goes back to the previous revision, or from a canary to the one that serves.
 
-        Raises NotFound if there is none.
+        A rollout that resumes goes back to the one that serves. With `keeps_instances`, the revision for a rollback
+        then has instances, too. Raises NotFound if there is no revision to go back to.
         """
         revision = self.revision(self.back(self.rollout(rollout)))
         begun = self.rollout(rollout).entered(RolloutState.CHECKING, now)
         begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
-        return self.with_revision(revision.number, lambda each: each.paid(now)).with_rollout(begun)
+        resumed = self.in_period(now).model_copy(update={"suspended": None})
+        numbers = [revision.number, *([self.previous] if self.suspended and keeps_instances else [])]
+        for number in numbers:
+            resumed = resumed.with_revision(number, lambda each: each.paid(now))
+        return resumed.with_rollout(begun)
 
     def back(self, rollout: Rollout) -> int:
         """The number of the revision to which a rollback returns; 0: there is none."""
-        return self.stable if rollout.ends else self.previous
+        return self.stable if rollout.ends or rollout.kind == "resume" else self.previous
 
     def without_canary(self, error: RunError, now: datetime) -> tuple[EndpointRecord, str]:
         """This record after a request has ended the canary, and the rollout of the canary; "" if there is none."""
@@ -298,6 +432,18 @@ class EndpointRecord(Stored):
         if current is None or current.state is not RolloutState.WATCHING:
             return self, ""
         return self.failed(current.id, error, now), current.id
+
+    def without_rollout(self, error: RunError, now: datetime) -> EndpointRecord:
+        """This record, whose present rollout fails unless it moves the requests already."""
+        current = self.current
+        return self if current is None or current.state not in _STOPPABLE else self.failed(current.id, error, now)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the endpoint is suspended, or will be."""
+        return self.suspended is not None or any(
+            rollout.kind == "suspend" and not rollout.state.is_terminal for rollout in self.rollouts
+        )
 
     def watches(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision becomes a canary."""
@@ -323,11 +469,8 @@ class EndpointRecord(Stored):
         """
         new, old = self.rollout(rollout).revision, self.stable
         previous = old if old != new else self.previous
-        changed = self.with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
         paid = {new, previous} if keeps_instances else {new}
-        for revision in self.revisions:
-            if revision.paid_since and revision.number not in paid:
-                changed = changed.with_revision(revision.number, lambda each: each.unpaid(now))
+        changed = self.paying(paid, now).with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
         update = {"stable": new, "previous": previous, "url": url, "expires": expires}
         return changed.model_copy(update=update).entered(rollout, RolloutState.PROMOTED, now)
 
@@ -347,12 +490,30 @@ class EndpointRecord(Stored):
         changed = self.entered(rollout, RolloutState.ROLLED_BACK, now)
         paid = {self.stable, self.previous} if keeps_instances else {self.stable}
         number = self.rollout(rollout).revision
-        return changed if number in paid else changed.with_revision(number, lambda each: each.unpaid(now))
+        if number in paid:
+            return changed
+        return changed.in_period(now).with_revision(number, lambda each: each.unpaid(now))
+
+    def paying(self, numbers: set[int], now: datetime) -> EndpointRecord:
+        """This record, in which only these revisions may cost money from now on."""
+        changed = self.in_period(now)
+        for revision in self.revisions:
+            if revision.paid_since and revision.number not in numbers:
+                changed = changed.with_revision(revision.number, lambda each: each.unpaid(now))
+        return changed
+
+    def suspends(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record with a rollout that ends the instances of the endpoint."""
+        begun = self.rollout(rollout).entered(RolloutState.SUSPENDING, now)
+        return self.with_rollout(begun.model_copy(update={"revision": self.stable, "before": self.stable}))
+
+    def stopped(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record after the instances of the endpoint have ended."""
+        ended = self.paying(set(), now).entered(rollout, RolloutState.SUSPENDED, now)
+        return ended.model_copy(update={"suspended": now})
 
     def gone(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record after the endpoint was deleted."""
-        changed = self.entered(rollout, RolloutState.RETIRED, now)
-        for revision in self.revisions:
-            if revision.paid_since:
-                changed = changed.with_revision(revision.number, lambda each: each.unpaid(now))
-        return changed.model_copy(update={"retired": now, "stable": 0, "previous": 0, "expires": None})
+        changed = self.paying(set(), now).entered(rollout, RolloutState.RETIRED, now)
+        update = {"retired": now, "suspended": None, "stable": 0, "previous": 0, "expires": None}
+        return changed.model_copy(update=update)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple, Protocol
@@ -62,6 +62,26 @@ class Counted(Stored):
         return self.errors / self.requests if self.requests else 0.0
 
 
+class RevisionGone(CloudError):
+    """The revision that is to get requests does not exist any more: somebody has deleted it, or the endpoint.
+
+    `left` has the ids of the rollouts that made the endpoint's revisions; None: unknown.
+    """
+
+    def __init__(self, message: str, hint: str = "", left: Set[str] | None = None) -> None:
+        super().__init__(ErrorClass.CONFIG, message, hint)
+        self.left = left
+
+
+# Raises Conflict if the caller may not change a service any more. A verb calls it after it has read the version of the
+# service that it then replaces: if another caller moves the requests later, that write is refused.
+Fence = Callable[[], None]
+
+
+def no_fence() -> None:
+    """The fence of a caller that nobody supersedes."""
+
+
 class NamedServer(Protocol):
     """A place that has named endpoints. Verbs raise CloudError when a Google API refuses or fails.
 
@@ -77,7 +97,9 @@ class NamedServer(Protocol):
     def service_name(self, deployment: Deployment) -> str:
         """The full resource name of the service of the named endpoint that gets the model."""
 
-    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+    def deploy(
+        self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
+    ) -> Reached | Waits:
         """Advance towards a revision that runs and has no share; `shares` are those of the revisions before.
 
         The first revision of an endpoint has the whole share of a URL that nobody knows yet.
@@ -89,8 +111,8 @@ class NamedServer(Protocol):
     def resources(self, service: str, revision: str) -> list[str]:
         """The full names of the resources without which the revision does not serve, as `Server.listed` lists them."""
 
-    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
-        """Advance towards these shares; True once the platform reports them."""
+    def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        """Advance towards these shares; True once the platform reports them. Raises RevisionGone."""
 
     def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
         """The requests that the platform has counted since a time. The keys are the cloud's names of the revisions.
@@ -102,6 +124,19 @@ class NamedServer(Protocol):
         """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays.
 
         The revisions with a number above `last` stay: the next rollout may have begun.
+        """
+
+    def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        """End every instance of the endpoint, and start none for requests; True once the platform reports that.
+
+        `shares` are those of the revision that serves. The URL and the revisions stay. A service that does not exist
+        has no instances.
+        """
+
+    def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
+        """Let the endpoint have instances again; True once the platform reports that. A repeat changes nothing.
+
+        The first of `candidates` is the revision that serves; the others are kept for a rollback.
         """
 
     def delete(self, cloud: Cloud, service: str) -> bool:

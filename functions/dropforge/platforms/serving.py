@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
@@ -16,6 +16,7 @@ from dropforge.cloud.container_secrets import VARIABLE
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.secrets import read_secret
+from dropforge.run.proof import ACCESS_NAME, proof
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
@@ -25,11 +26,21 @@ KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
 
 
+class Served(NamedTuple):
+    """An adapter of a shared endpoint: its name in requests, its run, the digest of its files, the run's key."""
+
+    name: str
+    run: str
+    digest: str
+    key: str
+
+
 @dataclass(frozen=True)
 class Deployment:
     """The endpoint of a run: all inputs for the creation of its resources.
 
     `trained` is the attempt that succeeded. `endpoint` is the named endpoint that gets the model; "": the run's own.
+    `adapters` are those of a shared endpoint; the run's model is then their base.
     """
 
     run: str
@@ -38,6 +49,7 @@ class Deployment:
     expires: datetime
     trained: Launch | None = None
     endpoint: str = ""
+    adapters: tuple[Served, ...] = ()
 
     @property
     def model(self) -> str:
@@ -56,8 +68,12 @@ class Server(Protocol):
     def region(self, deployment: Deployment) -> str:
         """The region or zone of the endpoint."""
 
-    def price(self, spec: JobSpec) -> HourlyPrice:
-        """The price of a running instance for an hour."""
+    def price(self, spec: JobSpec, placement: int | None = None) -> HourlyPrice:
+        """The price of a running instance for an hour.
+
+        `placement` is that of the attempt that trained, None before one has. Only an endpoint that keeps the training
+        machine has different prices: before the training, the highest counts.
+        """
 
     def resources(self, deployment: Deployment) -> list[Any]:
         """The resources that `deploy` creates, in order. Pure. The first resource stands for the endpoint."""
@@ -116,6 +132,26 @@ def key_reference(deployment: Deployment) -> dict[str, str]:
     return {VARIABLE: json.dumps({"VLLM_API_KEY": version})}
 
 
+def adapters_variable(adapters: tuple[Served, ...]) -> dict[str, str]:
+    """The variable by which a server finds its adapters (containers/serve_vllm/adapters.py), with the access to each.
+
+    A server has the access of the runs whose adapters it serves, one by one: a Credential Access Boundary of all of
+    them would be longer than Google allows.
+    """
+    if not adapters:
+        return {}
+    documents = [
+        {
+            "name": adapter.name,
+            "run": adapter.run,
+            "digest": adapter.digest,
+            "proof": proof(adapter.key, ACCESS_NAME, adapter.run.encode()),
+        }
+        for adapter in adapters
+    ]
+    return {"DROPFORGE_ADAPTERS": json.dumps(documents)}
+
+
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
     """The environment variables of containers/serve_vllm, as a container's `env`."""
     serve = deployment.spec.serve
@@ -130,5 +166,6 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         **key_reference(deployment),
         **key_variable(deployment.run_key),
         **access_variables(deployment.run, deployment.settings, deployment.run_key),
+        **adapters_variable(deployment.adapters),
     }
     return [{"name": name, "value": value} for name, value in values.items()]

@@ -122,6 +122,22 @@ def model_prefix(run: str) -> str:
     return f"models/{run}/"
 
 
+def files_below(manifest: Manifest, directory: str) -> list[ArtifactFile]:
+    """The files of a model below a directory, with paths relative to the directory."""
+    prefix = f"{directory}/"
+    found = (file for file in manifest.files if file.path.startswith(prefix))
+    return [file.model_copy(update={"path": file.path.removeprefix(prefix)}) for file in found]
+
+
+def files_digest(manifest: Manifest, directory: str, counts: Callable[[str], bool] = bool) -> str:
+    """A digest of the names and contents below a directory of a model: equal for equal files of any two runs.
+
+    `counts` says of a path below the directory whether its file counts.
+    """
+    lines = sorted(f"{file.path} {file.sha256}" for file in files_below(manifest, directory) if counts(file.path))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def attempt_directory(attempt: int) -> str:
     """The directory of an attempt's export, relative to models/<run>/."""
     return f"attempt-{attempt}"
@@ -159,8 +175,8 @@ def read_manifest(client: Any, bucket: str, run: str, key: str = "") -> Manifest
 def write_manifest(client: Any, bucket: str, manifest: Manifest, key: str = "") -> Manifest:
     """Commit a model with the proof of its run; return the committed manifest.
 
-    Writing the same manifest again has no effect. A manifest without proof is replaced: it is of no attempt of the run.
-    Raises Conflict if another attempt has committed before: its files stay the model.
+    Writing the same manifest again has no effect. A manifest without proof is replaced, because no attempt of the run
+    wrote it. Raises Conflict if another attempt has committed before: its files stay the model.
     """
     from google.api_core.exceptions import PreconditionFailed
 

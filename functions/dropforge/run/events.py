@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
+from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.base.redact import cut, redact
 
@@ -23,6 +24,7 @@ from .proof import EVENT_NAME, PROOF, proof
 MAX_MESSAGE_BYTES = 10**7  # of Pub/Sub: https://cloud.google.com/pubsub/quotas#resource_limits
 MAX_JOB_EVENT_BYTES = 64 * 1024
 MAX_TEXT, MAX_HINT = 4000, 1000  # characters of a failure's message and hint
+REQUESTED_BY = "requested_by"  # the attribute of a message of the console
 JOB_EVENT_TYPE = "dev.dropforge.job"
 RUN_EVENT_TYPE = "dev.dropforge.run"
 
@@ -52,7 +54,13 @@ class Started(JobEventBase):
 
 
 class Progress(JobEventBase):
-    """Training continues. Rates cover the last interval; `loss` is null if it is not finite."""
+    """Training continues. Rates and memory cover the last interval; `loss` is null if it is not finite.
+
+    `accelerator_mib` is the most that the first process had allocated on its GPU, and `accelerator_busy` the share of
+    the last second in which this GPU computed. `host_mib` is what this process has of the machine's memory. `tokens`
+    counts the tokens of the training so far, without padding. `held_out_loss` is the loss on some held-out rows at this
+    step. Null: not measured.
+    """
 
     type: Literal["progress"] = "progress"
     step: int = Field(ge=0)
@@ -62,6 +70,11 @@ class Progress(JobEventBase):
     learning_rate: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
+    accelerator_mib: int | None = Field(default=None, ge=0)
+    accelerator_busy: float | None = Field(default=None, ge=0, le=1)
+    host_mib: int | None = Field(default=None, ge=0)
+    tokens: int | None = Field(default=None, ge=0)
+    held_out_loss: float | None = None
 
 
 class Checkpointed(JobEventBase):
@@ -104,7 +117,7 @@ JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
 class RunEvent(Event):
     """A state change of a run, for other systems, or a notice while the run is in `state`: then `notice` is its key.
 
-    A repeated event has the same `id`.
+    A repeated event has the same `id`. `console_url` is the page of the run in the console; "" without a console.
     """
 
     id: str
@@ -113,6 +126,7 @@ class RunEvent(Event):
     time: datetime
     name: str = ""
     notice: str | None = None
+    console_url: str = ""
     details: dict[str, JsonValue] = {}
 
 
@@ -189,25 +203,34 @@ class Request(NamedTuple):
     """A message on a requests topic: the topic's short name, the idempotency key, and the id of the message.
 
     Cloud Pub/Sub does not say who published a message. IAM decides who may publish on a topic, so the topic is the
-    source of the request.
+    source of the request. `by` is the person for whom the console sends the message, "" for every other publisher.
     """
 
     topic: str
     key: str
     message: str
+    by: str = ""
+
+    @property
+    def who(self) -> str:
+        """Who requests, for people."""
+        return f"{self.by} in the console" if self.by else f"topic {self.topic} message {self.key}"
 
 
-def request_message(event_data: Any, event_source: str) -> tuple[bytes, Request]:
+def request_message(event_data: Any, event_source: str, console_topic: str) -> tuple[bytes, Request]:
     """The data of a `messagePublished` CloudEvent, and the request that it is. Raises ValueError for other events.
 
     Eventarc writes the topic into the event's source: //pubsub.googleapis.com/projects/PROJECT/topics/TOPIC
-    (https://cloud.google.com/eventarc/docs/cloudevents).
+    (https://cloud.google.com/eventarc/docs/cloudevents). Only a message of `console_topic` names a person: nobody but
+    the console's account may publish there.
     """
     source = re.fullmatch(r"//pubsub\.googleapis\.com/projects/[^/\s]+/topics/([^/\s]+)", event_source)
     if source is None:
         raise ValueError(f"the event's source is {event_source[:200]!r}; expected a topic of Cloud Pub/Sub")
     data, attributes, message = pubsub_message(event_data)
-    return data, Request(source[1], str(attributes.get("idempotency_key") or message), message)
+    topic, key = source[1], str(attributes.get("idempotency_key") or message)
+    named = str(attributes.get(REQUESTED_BY, "")) if topic == console_topic else ""
+    return data, Request(topic, key, message, named if names.is_email(named) else "")
 
 
 def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:

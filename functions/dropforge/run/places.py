@@ -78,7 +78,7 @@ class Places(Stored):
         return self.model_copy(update={"waiting": sorted([*self.waiting, entry], key=_order)})
 
     def with_holding(self, entries: Iterable[Entry]) -> Places:
-        """These places with runs that hold a place, whatever the rules say: they were lost from this object."""
+        """These places with runs that were lost from this object. They hold a place, whatever the rules say."""
         lost = [entry for entry in entries if entry.run not in {held.run for held in self.holding}]
         again = {entry.run for entry in lost}
         waiting = [entry for entry in self.waiting if entry.run not in again]
@@ -101,9 +101,9 @@ class Places(Stored):
         return self.model_copy(update={"used": used, "holding": holding, "waiting": waiting})
 
     def given_out(self, rules: Sequence[Rule], today: str) -> tuple[Places, dict[str, Wait]]:
-        """These places after all that are free today were given out, and what each other run still waits for.
+        """These places after every free place of today was given to a run, and what each other run still waits for.
 
-        Runs get places in the order of their submission. A run that no rule hinders is not held up by earlier runs.
+        Runs get places in the order of their submission. Earlier runs do not delay a run for which every rule has room.
         """
         day = max(self.day, today)  # a function whose clock is slow must not begin a day again
         used = dict(self.used) if day == self.day else {}
@@ -148,7 +148,7 @@ class _Room:
         return Wait(limits[0], self.waiting[limits[0]]) if limits else None
 
     def _is_short(self, rule: Rule, entry: Entry) -> bool:
-        """Whether the day's money does not pay for a run. Any run may begin a day: submit has refused dearer ones."""
+        """Whether the day's money does not pay for a run. Any run may begin a day: submit has refused dearer runs."""
         spent = self.usd[rule.key]
         return rule.usd is not None and spent > 0 and spent + entry.usd > rule.usd + _ROUNDING_USD
 

@@ -1,11 +1,12 @@
 """The run's key: containers prove with it that they belong to a run.
 
-The containers of all runs have the same account. So Cloud Storage and Pub/Sub do not know which run a writer is of.
-`submit` writes a random key to keys/<run> in the runs bucket, which only functions may read (terraform/iam.tf). The
-functions give the key to the containers of that run, and to no other container. What a container writes for the control
-plane, or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of the object's name and content.
+The containers of all runs have the same account. So Cloud Storage and Pub/Sub do not know to which run a writer
+belongs. `submit` writes a random key to keys/<run> in the runs bucket, which only functions may read
+(terraform/iam.tf). The functions give the key to the containers of that run, and to no other container. What a
+container writes for the control plane, or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of
+the object's name and content.
 
-A run that was accepted before there were keys has the key "". Then nothing carries a proof, and everything is accepted.
+A run that was accepted before keys existed has the key "". Its writes have no proof, and every write is accepted.
 """
 
 from __future__ import annotations

@@ -75,11 +75,11 @@ class Transition(Stored):
 class Attempt(Stored):
     """One launch of the training.
 
-    `limit` names the limit that decides the deadline. `launched` is when the resources were seen to exist, if that took
-    longer than WAITING_SECONDS; the wait for capacity begins then. `waiting` is when the attempt was last seen without
-    a running machine; `wait_reason` is why, in the cloud's own words, and stays if the attempt ends before it runs.
-    `running` is the earliest time at which the machine may have started: the cost counts from then.
-    `seen` is when all machines were first seen running, unless the container reported its start: the time without
+    `limit` names the limit that decides the deadline. `launched`: when a call first saw the resources, if that took
+    longer than WAITING_SECONDS; the wait for capacity begins then. `waiting`: when a call last saw no running machine.
+    `wait_reason`: why no machine ran, in the cloud's own words; it stays if the attempt ends before it runs.
+    `running`: the earliest time at which the machine may have started; the cost counts from then.
+    `seen`: when a call first saw all machines running, unless the container reported its start. The time without
     progress (`limits.stuck_after`) counts from then.
     """
 
@@ -115,7 +115,7 @@ class Attempt(Stored):
         return self.running is not None or self.ended is not None or at < noted
 
     def cost(self, now: datetime) -> float | None:
-        """US dollars so far, at the price that was pinned when the attempt was opened; None if the price is unknown.
+        """US dollars so far, at the price that the record noted at the attempt's start; None if the price is unknown.
 
         Waiting for capacity costs nothing. If an attempt ended before it was seen running, and not for lack of
         capacity, its machine may have run since the attempt was last seen waiting.
@@ -317,6 +317,8 @@ class Record(Stored):
     superseded: list[str] = []
     callback_url: str | None = None
     cancel_requested: datetime | None = None
+    cancelled_by: str = ""  # who requested it in the console; "": no console says who
+    submitter: str = ""  # who dropped the spec in the console; "": no console says who
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None

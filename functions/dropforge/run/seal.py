@@ -5,7 +5,7 @@
 A row of the seal has a prompt, the model's greedy answer, and for each token of the answer the 20 most likely tokens
 with their log-probabilities. Token ids are compared exactly. Log-probabilities are compared by their Kullback-Leibler
 divergence, never by a fixed tolerance: the container measures the noise of another attention kernel on the same
-weights, and this noise decides how far an endpoint may lie from the seal. Pure Python: the functions have no numpy.
+weights, and this noise decides how far an endpoint may differ from the seal. Pure Python: the functions have no numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dropforge.base.errors import DropforgeError
+from dropforge.base.errors import Malformed
 
 from .artifacts import Manifest, attempt_directory, model_uri, read_artifact
 
@@ -31,7 +31,7 @@ MAX_BYTES = 4 << 20  # 32 rows of 1024 tokens and 32 answer tokens are about 700
 # fixed bound of 5e-4 nats lets the rounding to 4 bits pass in 9 of 16 models.
 FLOOR_FACTOR = 10
 LEAST_LIMIT = 5e-5  # nats: 16 bits round a log-probability by about 4e-3, which is a divergence of 8e-6
-_LEAST = 1e-9  # the least probability that is told from 0: the ids' probabilities are rounded
+_LEAST = 1e-9  # the smallest probability that differs from 0: the ids' probabilities are rounded
 
 Distribution = Mapping[int, float]  # log-probabilities by token id
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=ROW_TOKENS)]
@@ -160,7 +160,7 @@ class Agreement(NamedTuple):
 def read_seal(client: Any, bucket: str, manifest: Manifest) -> Seal | None:
     """The seal of a committed model; None for a model without a seal.
 
-    Raises DropforgeError if the seal is not the file that the manifest lists, or is unreadable.
+    Raises NotFound, and Malformed if the seal is not the file that the manifest lists, or is unreadable.
     """
     path = f"{attempt_directory(manifest.attempt)}/{SEAL}"
     listed = next((file for file in manifest.files if file.path == path), None)
@@ -168,25 +168,26 @@ def read_seal(client: Any, bucket: str, manifest: Manifest) -> Seal | None:
         return None
     name = f"{model_uri(bucket, manifest.run)}/{path}"
     if listed.size > MAX_BYTES:
-        raise DropforgeError(f"{name} has {listed.size} bytes; expected at most {MAX_BYTES}")
+        raise Malformed(f"{name} has {listed.size} bytes; expected at most {MAX_BYTES}")
     data = read_artifact(client, bucket, manifest, SEAL)
     try:
         return Seal.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]  # the input has training text
-        raise DropforgeError(f"{name} is not a seal that this version reads: {problem['msg']}") from None
+        raise Malformed(f"{name} is not a seal that this version reads: {problem['msg']}") from None
 
 
 def divergence(expected: Distribution, actual: Distribution) -> float:
     """The Kullback-Leibler divergence of the tokens in `expected` and a bucket for the rest, in nats.
 
-    A token that `actual` lacks counts as likely as it can be at most: the result is then a lower bound.
+    A token that `actual` lacks counts with its highest possible probability: the result is then a lower bound. NaN for
+    a NaN among the log-probabilities, which is below no limit.
     """
     most = unlisted(actual)
     pairs = [(value, actual.get(token, most)) for token, value in expected.items()]
     rest, other = (_rest(pair[side] for pair in pairs) for side in (0, 1))
     total = sum(math.exp(value) * (value - found) for value, found in pairs) + rest * math.log(rest / other)
-    return max(0.0, total)
+    return 0.0 if total < 0 else total  # not `max`, which would make 0 of NaN
 
 
 def gap(of: Distribution, token: int) -> float:
@@ -195,7 +196,7 @@ def gap(of: Distribution, token: int) -> float:
 
 
 def unlisted(of: Distribution) -> float:
-    """The highest log-probability that a token outside the list can have: the least listed, or all of the rest."""
+    """The highest log-probability of a token outside the list: the lowest in the list, or all of the rest."""
     return min(*of.values(), math.log(_rest(of.values())))
 
 
@@ -219,7 +220,7 @@ def compare_prompt(row: SealedRow, actual: Sequence[int]) -> Difference | None:
 def compare_tokens(row: SealedRow, actual: Sequence[Distribution], tie: float) -> Agreement | Difference:
     """Compare the distributions of the answer's tokens, each given the prompt and the tokens before it.
 
-    The best token may be another only where noise explains it: `tie` is the seal's.
+    The best tokens may differ only where noise explains the difference: `tie` is the seal's.
     """
     tokens: list[Farthest] = []
     ties = 0
@@ -239,7 +240,7 @@ def compare_tokens(row: SealedRow, actual: Sequence[Distribution], tie: float) -
 def compare_answer(row: SealedRow, actual: Sequence[int], tie: float) -> bool | Difference:
     """Whether the endpoint's greedy answer is the seal's in each token.
 
-    False if it differs first at a near-tie: the tokens after it have another beginning, so they are not compared.
+    False if the first difference is at a near-tie: the tokens after it have another beginning and are not compared.
     """
     position = _first_difference(row.answer, actual)
     if position is None:
@@ -251,7 +252,7 @@ def compare_answer(row: SealedRow, actual: Sequence[int], tie: float) -> bool | 
 
 
 def cause_of_weights(mean: float) -> str:
-    """The likely cause of other probabilities for the same tokens, by their mean divergence in nats."""
+    """The likely cause of different probabilities for the same tokens, by their mean divergence in nats."""
     if mean < 0.05:
         return "dtype, quantisation, or the adapter's scale"
     return "the adapter (not merged, or of another run), or other weights"

@@ -25,18 +25,24 @@ from .events import Progress
 from .proof import is_document_proved, proved
 
 MOST_POINTS = 20_000
-# Of the object, and of the document in it: 20,000 points have at most 1.7 MB. Other JSON of this size takes 50 MiB.
-MAX_BYTES = 2 << 20
-_MOST_STEPS, _MOST_SECONDS = 10**12, 10**9  # what a container can write at all: no number of it may be too large to use
+# Of the object, and of the document in it: 20,000 points have at most 2.1 MB. Other JSON of this size takes 63 MiB.
+MAX_BYTES = 5 << 19
+_MOST_MIB = 10**8  # of memory
+_MOST_TOKENS = 10**15
+_MOST_STEPS, _MOST_SECONDS = 10**12, 10**9  # a container can write any number: no number may be too large to use
 _DIGITS = 6  # significant digits of a number
+# The columns that older trainers did not write.
+NEWER = ("accelerator_mib", "accelerator_busy", "host_mib", "tokens", "held_out_loss")
 _GZIP = zlib.MAX_WBITS | 16
 
 
 class Series(BaseModel):
     """The progress of an attempt in columns of the same length, one value for each point.
 
-    `seconds` are counted from `began`. `written` is when the trainer wrote the object. Both are by the trainer's clock.
-    `eta_seconds` is of the last point. A reader ignores fields that it does not know: the trainer may be newer.
+    `seconds` count from `began`. `written` is when the trainer wrote the object. Both come from the trainer's clock.
+    `eta_seconds` belongs to the last point. Few points have a `held_out_loss`. Trainers from before 2026-11-26 wrote
+    neither this loss nor tokens, nor what they used of their machine. A reader ignores fields that it does not know:
+    the trainer may be newer.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -53,9 +59,22 @@ class Series(BaseModel):
     loss: list[float | None] = []
     learning_rate: list[float | None] = []
     tokens_per_second: list[float | None] = []
+    accelerator_mib: list[int | None] = []
+    accelerator_busy: list[float | None] = []
+    host_mib: list[int | None] = []
+    tokens: list[int | None] = []
+    held_out_loss: list[float | None] = []
 
     @model_validator(mode="after")
     def _is_regular(self) -> Self:
+        for name in NEWER:
+            column: list[Any] = getattr(self, name)
+            column.extend([None] * (0 if column else len(self.step)))
+        for column, most in self._counts:
+            if any(value is not None and not 0 <= value <= most for value in column):
+                raise ValueError(f"a memory or a number of tokens is not between 0 and {most}")
+        if any(value is not None and not 0 <= value <= 1 for value in self.accelerator_busy):
+            raise ValueError("a share of accelerator_busy is not between 0 and 1")
         lengths = {len(column) for column in self._columns}
         if len(lengths) > 1 or max(lengths) > MOST_POINTS:
             raise ValueError(f"the columns have {sorted(lengths)} values; expected one length, at most {MOST_POINTS}")
@@ -70,10 +89,19 @@ class Series(BaseModel):
 
     @property
     def _columns(self) -> tuple[list[Any], ...]:
-        return (self.step, self.seconds, self.epoch, self.loss, self.learning_rate, self.tokens_per_second)
+        measured = (self.epoch, self.loss, self.learning_rate, self.tokens_per_second)
+        return (self.step, self.seconds, *measured, *(getattr(self, name) for name in NEWER))
+
+    @property
+    def _counts(self) -> tuple[tuple[list[int | None], int], ...]:
+        """The columns of whole numbers that a trainer need not know, and their largest value."""
+        return (self.accelerator_mib, _MOST_MIB), (self.host_mib, _MOST_MIB), (self.tokens, _MOST_TOKENS)
 
     def add(self, point: Progress) -> None:
-        """Append a point. After MOST_POINTS, every second point of the older half is dropped."""
+        """Append a point. After MOST_POINTS, every second point of the older half is dropped.
+
+        The held-out loss of a dropped point moves to the point after it.
+        """
         self.step.append(point.step)
         self.seconds.append(round((point.time - self.began).total_seconds(), 3))
         for column, value in (
@@ -81,12 +109,20 @@ class Series(BaseModel):
             (self.loss, point.loss),
             (self.learning_rate, point.learning_rate),
             (self.tokens_per_second, point.tokens_per_second),
+            (self.accelerator_busy, point.accelerator_busy),
+            (self.held_out_loss, point.held_out_loss),
         ):
             column.append(_short(value))
+        counted = (point.accelerator_mib, point.host_mib, point.tokens)
+        for (counts, most), count in zip(self._counts, counted, strict=True):
+            counts.append(None if count is None else min(count, most))
         left = _short(point.eta_seconds)
         self.eta_seconds = None if left is None or abs(left) > _MOST_SECONDS else left
         self.written, self.total_steps = point.time, point.total_steps
         if len(self.step) > MOST_POINTS:
+            held_out = self.held_out_loss
+            for index in range(1, MOST_POINTS // 2, 2):
+                held_out[index + 1] = held_out[index] if held_out[index + 1] is None else held_out[index + 1]
             for points in self._columns:
                 del points[1 : MOST_POINTS // 2 : 2]
 
@@ -96,7 +132,7 @@ class Series(BaseModel):
         kept = sum(1 for seconds in self.seconds if seconds < shift + min(later.seconds, default=0.0))
         joined = self.model_copy(update={"total_steps": later.total_steps, "eta_seconds": later.eta_seconds})
         joined.written = later.written
-        for name in ("step", "epoch", "loss", "learning_rate", "tokens_per_second"):
+        for name in ("step", "epoch", "loss", "learning_rate", "tokens_per_second", *NEWER):
             setattr(joined, name, (getattr(self, name)[:kept] + getattr(later, name))[-MOST_POINTS:])
         moved = [round(seconds + shift, 3) for seconds in later.seconds]
         joined.seconds = (self.seconds[:kept] + moved)[-MOST_POINTS:]
@@ -124,7 +160,9 @@ class Series(BaseModel):
 
     def _point(self, index: int) -> Progress:
         time = self.time_of(index)
-        return Progress.model_construct(
+        return Progress.model_construct(  # with every field: a default costs as much as five values
+            type="progress",
+            eta_seconds=None,
             run=self.run,
             attempt=self.attempt,
             sequence=max(0, int(time.timestamp() * 1000)),
@@ -135,6 +173,11 @@ class Series(BaseModel):
             loss=self.loss[index],
             learning_rate=self.learning_rate[index],
             tokens_per_second=self.tokens_per_second[index],
+            accelerator_mib=self.accelerator_mib[index],
+            accelerator_busy=self.accelerator_busy[index],
+            host_mib=self.host_mib[index],
+            tokens=self.tokens[index],
+            held_out_loss=self.held_out_loss[index],
         )
 
     def encoded(self, key: str) -> bytes:

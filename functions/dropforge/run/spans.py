@@ -1,7 +1,7 @@
 """The spans of a run's trace, made from its record: what the run did, from when to when.
 
 A span that has ended never changes, so it can be sent again. The states of the run follow each other without a gap and
-add up to the run. Attempts with their phases, resources and the endpoint lie beside the states.
+add up to the run. Spans of attempts with their phases, of resources and of the endpoint may overlap the states.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from urllib.parse import urlsplit
 from dropforge.base import names
 
 from .record import Attempt, LedgerEntry, Record, RunError, RunState
+from .series import Kept
 from .store import RunStore
 
 ROOT = "run"
+# The attribute that tells spans of the same name apart.
+NAMED_BY = {"attempt": "dropforge.attempt", "resource": "dropforge.resource.kind"}
 Value = str | int | float | bool
 
 
@@ -39,12 +42,23 @@ class Span(NamedTuple):
         """The path of the span that this span is in; "" for the root."""
         return self.path.rpartition("/")[0]
 
+    @property
+    def depth(self) -> int:
+        """The number of spans between the root and this span."""
+        return max(0, self.path.count("/") - 1)
+
+    @property
+    def label(self) -> str:
+        """The name, with what tells the span from others of its name."""
+        told = str(self.attributes.get(NAMED_BY.get(self.name, ""), "")).rpartition("/")[2]
+        return f"{self.name} {told}".rstrip()
+
     def seconds(self, now: datetime) -> float:
         return ((self.ended or now) - self.began).total_seconds()
 
 
 class Reports(NamedTuple):
-    """When an attempt reported, by the runs bucket's clock: first of all, and first and last about progress."""
+    """When an attempt reported, by the runs bucket's clock: its first report, and its first and last about progress."""
 
     first: datetime
     progress: tuple[datetime, datetime] | None
@@ -62,7 +76,12 @@ def read_reports(store: RunStore, record: Record) -> dict[int, Reports]:
     container's; none is later than the bucket's.
     """
     read = {attempt.number: store.series(record.run, attempt.number) for attempt in record.attempts}
-    series = {number: kept for number, kept in read.items() if kept is not None and kept.series.step}
+    return reports_of(store, record, {number: kept for number, kept in read.items() if kept is not None})
+
+
+def reports_of(store: RunStore, record: Record, read: Mapping[int, Kept]) -> dict[int, Reports]:
+    """The times of the reports of a run's attempts, whose series the caller has read."""
+    series = {number: kept for number, kept in read.items() if kept.series.step}
     is_known = all(attempt.running and attempt.number in series for attempt in record.attempts)
     found = {} if is_known else _read_events(store, record.run)
     for number, kept in series.items():
@@ -84,6 +103,19 @@ def _read_events(store: RunStore, run: str) -> dict[int, Reports]:
             known = known.with_progress(received, received)
         found[int(number)] = known._replace(first=min(known.first, received))
     return found
+
+
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """The spans below the root, each after the span that it is in, in the order in which they began."""
+    below: dict[str, list[Span]] = {}
+    for span in spans:
+        below.setdefault(span.parent, []).append(span)
+
+    def walk(path: str) -> list[Span]:
+        inside = sorted(below.get(path, []), key=lambda span: span.began)
+        return [found for span in inside for found in (span, *walk(span.path))]
+
+    return walk(ROOT)
 
 
 def spans_of(record: Record, reports: Mapping[int, Reports] | None = None) -> list[Span]:

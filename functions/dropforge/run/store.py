@@ -7,10 +7,12 @@ Every write carries a generation precondition: a function never overwrites the w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import chain, pairwise
 from random import Random, SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +31,9 @@ from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
 
 M = TypeVar("M", bound=Record | Ledger)
+T = TypeVar("T")
 UPDATE_TRIES = 12
+LISTERS = 16  # parallel listings
 KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
 
 
@@ -115,7 +119,7 @@ class RunStore:
     def recall(self, run: str) -> Record | None:
         """The record as this process has last read or written it, or the present one; None if the run has none.
 
-        For questions that an old record may answer: whether the caller's business may be with this run at all.
+        For questions that an old record can answer, such as whether a message belongs to this run at all.
         """
         known = self._known.get(names.record_object(run))
         return self.find(run) if known is None else known.content
@@ -132,7 +136,7 @@ class RunStore:
         return self._spec(run)
 
     def key(self, run: str) -> str:
-        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before there were keys."""
+        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed."""
         try:
             return self._key(run)
         except NotFound:  # not remembered: the run may be accepted, and get its key, later
@@ -143,7 +147,7 @@ class RunStore:
         return self.series_reader(run, attempt, key).read()
 
     def series_reader(self, run: str, attempt: int, key: str = "") -> SeriesReader:
-        """A reader for who looks at the series of an attempt again and again."""
+        """A reader for a caller that reads the series of an attempt again and again."""
         return SeriesReader(self.bucket.client, self.bucket.name, run, attempt, key)
 
     def ledger(self, run: str) -> Ledger:
@@ -232,7 +236,7 @@ class RunStore:
         return self._write(name, data, generation, content_type) is not None
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write an object over the present one. A writer at the same time may win: for objects where both are good."""
+        """Write an object over the present one. Another writer may win: use this where both versions are good."""
         try:
             generation = self.read(name).generation
         except NotFound:
@@ -269,24 +273,45 @@ class RunStore:
         for page in blobs.pages:
             yield from filter(names.is_run_id, sorted(prefix.split("/")[1] for prefix in page.prefixes))
 
-    def generations(self) -> dict[str, int]:
-        """The generation of every run's record."""
-        return {run: int(blob.generation) for run, blob in self._records("name,generation")}
+    def generations(self, cuts: Sequence[str] = ()) -> dict[str, int]:
+        """The generation of every run's record.
+
+        `cuts`, run ids in order, divide the listing into parts, which are listed at once. Any cuts give the same
+        result: a caller that knows the runs of a moment ago takes one of each 1,000, as a page has 1,000 objects.
+        """
+        return {run: int(item["generation"]) for run, item in self._records("name,generation", cuts)}
 
     def listed(self) -> Iterator[Listed]:
         """Every run's record with its summary, from a listing of 1,000 records a page."""
-        for run, blob in self._records("name,generation,metageneration,metadata"):
-            text = (blob.metadata or {}).get(KEY, "")
-            yield Listed(run, int(blob.generation), text, is_as_written=blob.metageneration == 1)
+        for run, item in self._records("name,generation,metageneration,metadata"):
+            text = item.get("metadata", {}).get(KEY, "")
+            yield Listed(run, int(item["generation"]), text, is_as_written=int(item["metageneration"]) == 1)
 
-    def _records(self, fields: str) -> Iterator[tuple[str, Any]]:
+    def _records(self, fields: str, cuts: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each run with these fields of its record's object, as the API's JSON has them."""
+        parts = list(pairwise([None, *map(names.record_object, cuts), None]))
+        pages: Iterator[list[dict[str, Any]]]
+        with ThreadPoolExecutor(LISTERS) as pool:
+            if cuts:
+                pages = chain.from_iterable(pool.map(lambda part: list(self._pages(fields, *part)), parts))
+            else:
+                pages = _ahead(pool, self._pages(fields, None, None))
+            for item in chain.from_iterable(pages):
+                run = names.run_of_object(item["name"])
+                if names.is_run_id(run) and item["name"] == names.record_object(run):
+                    yield run, item
+
+    def _pages(self, fields: str, first: str | None, end: str | None) -> Iterator[list[dict[str, Any]]]:
+        """The pages of a listing of records, as JSON: a Blob of each object would take a third of the time."""
         blobs = self.bucket.client.list_blobs(
-            self.bucket, prefix="runs/", match_glob=names.record_object("*"), fields=f"items({fields}),nextPageToken"
+            self.bucket,
+            prefix="runs/",
+            match_glob=names.record_object("*"),
+            start_offset=first,
+            end_offset=end,
+            fields=f"items({fields}),nextPageToken",
         )
-        for blob in blobs:
-            run = names.run_of_object(blob.name)
-            if names.is_run_id(run) and blob.name == names.record_object(run):
-                yield run, blob
+        return (page.raw_page.get("items", []) for page in blobs.pages)
 
     def exists(self, run: str) -> bool:
         """Whether a run has a record."""
@@ -408,3 +433,11 @@ class RunStore:
         except ValidationError as error:
             where = f"gs://{self.bucket.name}/{name}"
             raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None
+
+
+def _ahead(pool: ThreadPoolExecutor, pages: Iterator[T]) -> Iterator[T]:
+    """The pages, while the service makes the next page already."""
+    following = pool.submit(next, pages, None)
+    while (page := following.result()) is not None:
+        following = pool.submit(next, pages, None)
+        yield page

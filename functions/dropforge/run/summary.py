@@ -1,6 +1,6 @@
 """The summary of a run, from which lists of runs are made. The metadata of the record's object has the summary.
 
-One write has both, so they are never apart; one listing of the bucket reads the summaries of 1,000 runs. Custom
+One write writes both, so they never differ. One listing of the bucket reads the summaries of 1,000 runs. Custom
 metadata has at most 8 KiB (https://cloud.google.com/storage/docs/metadata#custom-metadata). It should be ASCII, because
 some interfaces send it in HTTP headers. A new upload has only the metadata that the upload names.
 """
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from .record import About, Attempt, Record, RunState, Stored
 
 KEY = "summary-1"  # the number grows when an older version would misread the summary
-MOST_BYTES = 7168  # of the 8 KiB; the rest is for keys of others
+MOST_BYTES = 7168  # of the 8 KiB; the rest is for other keys
 
 
 class Tick(Stored):
@@ -59,6 +59,7 @@ class Summary(Stored):
     state: RunState
     created: datetime
     about: About | None = None
+    submitter: str = ""  # who dropped the spec in the console; "": no console says who
     attempt: int = 0
     place: int | None = None
     is_waiting: bool = False
@@ -70,7 +71,7 @@ class Summary(Stored):
 
     @classmethod
     def of(cls, record: Record, about: About | None = None) -> Summary:
-        """The summary of a record; `about` stands in for what an old record does not have."""
+        """The summary of a record; `about` replaces the field that an old record does not have."""
         endpoint = record.endpoint
         return cls(
             run=record.run,
@@ -78,6 +79,7 @@ class Summary(Stored):
             state=record.state,
             created=record.created,
             about=record.about or about,
+            submitter=record.submitter,
             attempt=record.attempt,
             place=record.queued.place if record.queued else None,
             is_waiting=bool(record.wait_reason),

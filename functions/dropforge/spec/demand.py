@@ -18,7 +18,8 @@ class Demand(NamedTuple):
     """The accelerators that a target or an endpoint may request at a place: a region, or a zone of TPU VMs.
 
     `number` counts GPUs or chips. `quota` is None when it is unknown.
-    `listed_by` is the API that lists where Google has the accelerator, if such an API exists.
+    `listed_by` is the API that lists where Google has the accelerator, if such an API exists. `beside` is what the same
+    machines demand of other quotas: vCPUs, and GiB of memory.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Demand(NamedTuple):
     quota: Quota | None = None
     capacity: str = "on_demand"
     listed_by: Literal["compute", "tpu", ""] = ""
+    beside: tuple[Demand, ...] = ()
 
     @property
     def unknown(self) -> str:

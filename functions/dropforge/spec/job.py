@@ -6,6 +6,7 @@ end of each class check the rules that JSON Schema cannot express.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -36,7 +37,7 @@ RESERVED_VARIABLES = re.compile(
     "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
 )
 RESERVED_LABELS = "dropforge-"
-# Names that are no public server's, and IP addresses: the resolved address is checked again before each call.
+# Names that no public server has, and IP addresses. The resolved address is checked again before each call.
 _LOCAL_HOST = re.compile(
     r"(^|\.)(local|localhost|internal|intranet|lan|home|corp|test|invalid|[0-9]+|0x[0-9a-f]*)$", re.I
 )
@@ -118,10 +119,10 @@ class Dataset(Part):
     limit: int | None = Field(default=None, ge=2, le=1_000_000_000, description="Rows used, after a seeded shuffle.")
     format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = Field(
         default="auto",
-        description="The form of a row; auto: the templates of `columns`, else the first form that fits the first row.",
+        description="The form of a row. auto: the templates of `columns`, else the first form that fits the first row.",
     )
     columns: Columns | None = Field(
-        default=None, description="Templates that make a prompt and a completion of each row."
+        default=None, description="Templates that make a prompt and a completion from each row."
     )
 
     @field_validator("source")
@@ -141,14 +142,14 @@ class Dataset(Part):
 
 
 class SyntheticDataset(Part):
-    """Random tokens, as MaxText's `dataset_type: synthetic`: they measure the machines and teach the model nothing."""
+    """Random tokens, as in MaxText's `dataset_type: synthetic`. They measure machines and teach the model nothing."""
 
     type: Literal["synthetic"] = Field(description="Random tokens.")
     rows: int = Field(default=1024, ge=1, le=100_000, description="Sequences of training.max_length tokens.")
 
     @property
     def source(self) -> str:
-        """The type, where other data sets have a source."""
+        """The type, in place of the source that other data sets have."""
         return self.type
 
 
@@ -168,41 +169,41 @@ class NoAdapter(Part):
     type: Literal["none"] = Field(description="Full fine-tuning.")
 
 
-class LoraAdapter(Part):
+class _LowRank(Part):
+    """The fields of both adapters."""
+
+    type: str
+    r: int = Field(default=16, ge=1, le=512, description="Rank of the adapter's matrices.")
+    alpha: int = Field(
+        default=32, ge=1, le=2048, description="Scale of the adapter: its output is multiplied by alpha / r."
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that a training step drops."
+    )
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Linear layers with an adapter. all-linear: all linear layers of the language model except the "
+        "output.",
+    )
+
+
+class LoraAdapter(_LowRank):
     """Low-rank adapters on a frozen base (PEFT LoraConfig)."""
 
     type: Literal["lora"] = Field(description="LoRA on an unquantised base.")
-    r: int = Field(default=16, ge=1, le=512, description="Rank of the adapter's matrices.")
-    alpha: int = Field(
-        default=32, ge=1, le=2048, description="Scale of the adapter: its output is multiplied by alpha / r."
-    )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that a step drops.")
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="Linear layers with an adapter; all-linear: all of the language model but the output.",
-    )
 
 
-class QloraAdapter(Part):
+class QloraAdapter(_LowRank):
     """LoRA on a base quantised to 4 bits (bitsandbytes NF4, double quantisation)."""
 
     type: Literal["qlora"] = Field(description="LoRA on a base of 4 bits.")
-    r: int = Field(default=16, ge=1, le=512, description="Rank of the adapter's matrices.")
-    alpha: int = Field(
-        default=32, ge=1, le=2048, description="Scale of the adapter: its output is multiplied by alpha / r."
-    )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that a step drops.")
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="Linear layers with an adapter; all-linear: all of the language model but the output.",
-    )
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type")]
 
 
 class Training(Part):
-    """How to train; the names are TRL's SFTConfig names, with units where they were missing.
+    """How to train. The fields have the names of TRL's SFTConfig, with units where TRL's names have none.
 
     sft starts with the model's weights. pretrain starts with random weights; the model gives shapes and tokenizer.
     """
@@ -212,7 +213,7 @@ class Training(Part):
         description="sft: supervised fine-tuning of the model. pretrain: random weights learn synthetic data.",
     )
     adapter: Adapter = Field(
-        default=LoraAdapter(type="lora"), description="What is trained: an adapter, or every weight (none)."
+        default=LoraAdapter(type="lora"), description="What the training changes: an adapter, or every weight (none)."
     )
     epochs: float = Field(default=1, gt=0, le=1000, description="How often the training uses each row.")
     max_steps: int | None = Field(
@@ -233,24 +234,28 @@ class Training(Part):
         default=None,
         ge=1,
         le=4096,
-        description="Rows; with packing true, blocks of max_length tokens. Default: by device.",
+        description="Rows of a batch on each device; with packing true, blocks of max_length tokens. Default: by the "
+        "device.",
     )
     gradient_accumulation_steps: int = Field(
-        default=1, ge=1, le=4096, description="Batches of each device that one optimiser step adds up."
+        default=1, ge=1, le=4096, description="Batches of each device in one optimiser step."
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        default="auto", description="Recompute activations to save memory; auto: if they would not fit otherwise."
+        default="auto", description="Recompute activations to save memory. auto: only if they would not fit otherwise."
     )
     max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")
     packing: Literal["auto"] | bool = Field(
         default="auto",
-        description="Several short rows in one sequence; auto: on a GPU. With true, a batch counts sequences.",
+        description="Put several short rows into one sequence. auto: on a GPU. With true, a batch counts sequences.",
     )
     checkpoint_steps: int = Field(
         default=100, ge=1, le=1_000_000_000, description="Optimiser steps between checkpoints."
     )
     seed: int = Field(
-        default=42, ge=0, lt=2**32, description="Of the order of the rows, the held-out rows, new weights and dropout."
+        default=42,
+        ge=0,
+        lt=2**32,
+        description="The seed for the order of the rows, the held-out rows, new weights and dropout.",
     )
 
 
@@ -275,8 +280,8 @@ class Gate(Part):
         return self
 
     def passes(self, value: float | None) -> bool:
-        """Whether `value` is good enough; a missing or NaN value never is."""
-        if value is None or value != value:
+        """Whether `value` is good enough; a missing value, NaN and the infinities never are."""
+        if value is None or not math.isfinite(value):
             return False
         return value >= self.min if self.min is not None else value <= self.max  # type: ignore[operator]
 
@@ -288,16 +293,24 @@ class Evaluation(Part):
     """
 
     source: str | None = Field(
-        default=None, min_length=1, max_length=1024, description="Another data set; default: that of the training."
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Another data set. Default: the data set of the training.",
     )
     split: str | None = Field(
         default=None, min_length=1, max_length=255, description="Another split of a Hub data set, such as 'test'."
     )
     holdout_fraction: float = Field(
-        default=0.05, gt=0, le=0.5, description="Of the training rows; unused with `source` or `split`."
+        default=0.05,
+        gt=0,
+        le=0.5,
+        description="The held-out share of the training rows; unused with `source` or `split`.",
     )
-    max_rows: int = Field(default=200, ge=1, le=10_000, description="Most held-out rows that are evaluated.")
-    max_new_tokens: int = Field(default=128, ge=1, le=8192, description="Most tokens of an answer.")
+    max_rows: int = Field(
+        default=200, ge=1, le=10_000, description="The largest number of held-out rows that are evaluated."
+    )
+    max_new_tokens: int = Field(default=128, ge=1, le=8192, description="The largest number of tokens of an answer.")
     gate: Gate | None = Field(
         default=None, description="The bound that the model must reach; without it, the run serves every model."
     )
@@ -312,31 +325,45 @@ Retries = Annotated[int, Field(ge=0, le=50)]
 
 
 class Retry(Part):
-    """How often a new attempt follows each class of failure; it resumes from the last checkpoint.
+    """How often a new attempt follows each class of failure. The new attempt resumes from the last checkpoint.
 
     Every other class ends the run at once, because a new attempt could not help.
     """
 
     preempted: Retries = Field(default=10, description="The cloud took the machine back.")
     infrastructure: Retries = Field(default=3, description="The machine was lost without notice.")
-    stockout: Retries = Field(default=10, description="At the next placement; after the last, the first, later.")
-    quota: Retries = Field(default=10, description="At the next placement; after the last, the first, later.")
+    stockout: Retries = Field(
+        default=10,
+        description="The next attempt uses the next placement. After the last placement, the run pauses and begins "
+        "with the first.",
+    )
+    quota: Retries = Field(
+        default=10,
+        description="The next attempt uses the next placement. After the last placement, the run pauses and begins "
+        "with the first.",
+    )
     transient: Retries = Field(default=3, description="A service failed for a moment.")
-    stuck: Retries = Field(default=2, description="With on_stuck 'restart'.")
+    stuck: Retries = Field(default=2, description="The attempt was stuck, and on_stuck is 'restart'.")
     out_of_memory: Retries = Field(default=0, description="The container needed more memory than the machine has.")
     code: Retries = Field(default=0, description="The training failed for another reason.")
 
 
 class Limits(Part):
-    """The time and the money that the run may use; also enforced on the resources themselves."""
+    """The time and the money that the run may use. The resources also have these limits as their own."""
 
     max_duration: Duration = Field(default="2h", description="From the acceptance to the end of the training.")
     max_cost_usd: float | None = Field(
-        default=None, gt=0, le=1_000_000_000, description="Of training and endpoint together."
+        default=None, gt=0, le=1_000_000_000, description="The budget for training and endpoint together."
     )
-    max_attempts: int = Field(default=20, ge=1, le=50, description="Of all classes of `retry` together.")
+    max_attempts: int = Field(
+        default=20, ge=1, le=50, description="The largest number of attempts, for all classes of `retry` together."
+    )
     retry: Retry = Field(default=Retry(), description="How often a new attempt follows each class of failure.")
-    stuck_after: Duration = Field(default="1h", description="Without progress; more than model and data take to load.")
+    stuck_after: Duration = Field(
+        default="1h",
+        description="The time without progress after which an attempt is stuck. It must be longer than the loading of "
+        "model and data.",
+    )
     on_stuck: Literal["notify", "restart", "fail"] = Field(
         default="notify",
         description="What follows `stuck_after` without progress: a notice, a new attempt, or the end of the run.",
@@ -344,7 +371,7 @@ class Limits(Part):
 
 
 class SlackNotify(Part):
-    """Slack: a webhook, or a bot that keeps a run's messages in one thread; each by the name of its secret."""
+    """Slack: a webhook, or a bot that keeps a run's messages in one thread. The fields name their secrets."""
 
     webhook_secret: SecretName | None = Field(default=None, description="Holds the URL of an incoming webhook.")
     token_secret: SecretName | None = Field(default=None, description="Holds the token of a bot with chat:write.")
@@ -364,10 +391,10 @@ class SlackNotify(Part):
 
 
 class WebhookNotify(Part):
-    """A server of yours, which gets each run event by POST, signed by the rules of Standard Webhooks."""
+    """Your own server. It gets run events by POST, with a signature by the rules of Standard Webhooks."""
 
     url: _Url | None = Field(
-        default=None, description="Of a server on the internet. Use `url_secret` if the URL is a secret."
+        default=None, description="The URL of a server on the internet. Use `url_secret` if the URL is a secret."
     )
     url_secret: SecretName | None = Field(default=None, description="Holds the URL.")
     signing_secret: SecretName = Field(description="Holds the key: whsec_ and the base64 of 24 to 64 random bytes.")
@@ -395,7 +422,7 @@ class TeamsNotify(Part):
 
 
 class EmailNotify(Part):
-    """E-mail through a mail server of yours."""
+    """E-mail through your own mail server."""
 
     server_secret: SecretName = Field(description="Holds smtps://USER:PASSWORD@HOST or smtp+starttls://…")
     to: list[_Address] = Field(min_length=1, max_length=20, description="Who gets the messages.")
@@ -412,8 +439,10 @@ class GitHubNotify(Part):
 class Notify(Part):
     """Where a run's messages go (docs/notifications.md)."""
 
-    slack: SlackNotify | None = Field(default=None, description="Slack; default: the deployment's webhook, if any.")
-    webhook: WebhookNotify | None = Field(default=None, description="A server of yours.")
+    slack: SlackNotify | None = Field(
+        default=None, description="Slack. Default: the deployment's webhook, if it has one."
+    )
+    webhook: WebhookNotify | None = Field(default=None, description="Your own server.")
     teams: TeamsNotify | None = Field(default=None, description="Microsoft Teams.")
     email: EmailNotify | None = Field(default=None, description="E-mail.")
     github: GitHubNotify | None = Field(default=None, description="The status of a commit on GitHub.")
@@ -433,22 +462,25 @@ class JobSpec(Part):
 
     schema_uri: str | None = Field(default=None, alias="$schema", description="For editors: the URI of this schema.")
     api_version: Literal["dropforge/v1"] = Field(description="The version of the job spec.")
-    name: Name = Field(description="A name for people; also the name of the served model. It need not be unique.")
+    name: Name = Field(
+        description="A name for people; also the name of the served model. Several runs may have the same name."
+    )
     model: Model = Field(description="The base model.")
     dataset: AnyDataset = Field(description="The training data.")
     training: Training = Field(default=Training(), description="How to train.")
     target: AnyTarget = Field(description="Where to train.")
     evaluation: Evaluation | None = Field(
         default=None,
-        description="How good the model is, before and after; default: the training reports its loss only.",
+        description="Measures the model before and after the training. Default: the training reports only its loss.",
     )
     serve: AnyServe | None = Field(description="Where to serve the model; null: train only.")
-    limits: Limits = Field(default=Limits(), description="The most that the run may cost, last and retry.")
+    limits: Limits = Field(default=Limits(), description="The limits of the run's cost, duration and retries.")
     notify: Notify = Field(default=Notify(), description="Who gets messages about the run.")
     secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(
         default={},
         max_length=32,
-        description="Environment variables of the training, each with the name of a secret: `NAME` or `NAME:VERSION`.",
+        description="Environment variables of the training. Each value is the name of a secret: `NAME` or "
+        "`NAME:VERSION`.",
     )
     labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(
         default={}, max_length=32, description="Labels of the run and of every resource that it creates."

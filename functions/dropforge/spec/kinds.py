@@ -16,7 +16,7 @@ from dropforge.base import names
 
 from . import registry
 from .machine import Machine
-from .parts import Canary, EndpointName, Part, Wrong, seconds
+from .parts import Budget, Canary, EndpointName, Part, Wrong, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from .demand import Demand
     from .job import JobSpec
     from .parts import PlacementSpec
+
+
+MOST_ADAPTERS = 20  # of a shared endpoint
+MOST_RANK = 64  # of such an adapter: one of an 8B model takes 0.3 GiB, and vLLM keeps 8 in accelerator memory
+NO_ADAPTER = ("lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,8 @@ class ServeSpec(_Typed):
     serves. `credential`: what a request must bring: a Google identity token where IAM guards the endpoint, the
     deployment's API key (`Settings.endpoint_key_secret`), or nothing. `streams_weights`: the server reads the weights
     from the bucket into its accelerators, without a disk. `takes_names`: `endpoint` may name an endpoint that outlives
-    the run. `splits_requests`: a `canary` may have a share of the requests.
+    the run. `splits_requests`: a `canary` may have a share of the requests. `shares`: one endpoint may serve the
+    adapters of many runs.
     """
 
     is_private: ClassVar[bool] = True
@@ -141,16 +147,28 @@ class ServeSpec(_Typed):
     keeps_machine: ClassVar[bool] = False
     takes_names: ClassVar[bool] = False
     splits_requests: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     endpoint: EndpointName | None = Field(
         default=None,
-        description="The name of an endpoint that outlives the run: the model is put behind its URL, in place of the "
-        "model before. Only serve.type cloud_run and gke take a name so far. Default: the endpoint is the run's own.",
+        description="The name of an endpoint that outlives the run. The model of the run replaces the model behind the "
+        "endpoint's URL. Only serve.type cloud_run and gke take a name so far. Default: the run has its own endpoint.",
     )
     canary: Canary | None = Field(
         default=None,
-        description="The model first gets a share of the requests of `endpoint`, and the rest once it has answered its "
-        "share well. Only serve.type cloud_run can give shares. Default: every request at once.",
+        description="The model first gets a share of the requests of `endpoint`. If it answers this share well, it "
+        "gets "
+        "all requests. Only serve.type cloud_run can give shares. Default: the model gets every request at once.",
+    )
+    share: bool = Field(
+        default=False,
+        description="Serve the run's adapter beside those of other runs, on one endpoint of their base model. The "
+        "spec's `name` is the model in requests. Only serve.type cloud_run and gke. Default: a machine of its own.",
+    )
+    budget: Budget | None = Field(
+        default=None,
+        description="What `endpoint` may cost in each day or month. People are warned at 80 %. At 100 %, the endpoint "
+        "is suspended until the next period. Default: the budget that the endpoint has, or none.",
     )
     sampling: Literal["greedy", "base_model"] = Field(
         default="greedy",
@@ -173,10 +191,15 @@ class ServeSpec(_Typed):
 
     @model_validator(mode="after")
     def _may_have_the_name(self) -> Self:
+        self._check_share()
         if self.endpoint is None:
             if self.canary is not None:
                 message, expected = "a canary needs an endpoint that outlives the run", "serve.endpoint, or no canary"
                 raise Wrong("/canary", message, "serve.endpoint is missing", expected)
+            if self.budget is not None:
+                message = "a budget by day or month needs an endpoint that outlives the run"
+                expected = "serve.endpoint; limits.max_cost_usd limits a run and its own endpoint"
+                raise Wrong("/budget", message, "serve.endpoint is missing", expected)
             return self
         if not self.takes_names:
             able = [cls.type_name() for cls in registry.classes("serve") if cls.takes_names]
@@ -190,10 +213,26 @@ class ServeSpec(_Typed):
             raise Wrong("/canary", self.no_canary(), found, expected)
         return self
 
+    def _check_share(self) -> None:
+        if not self.share:
+            return
+        if not self.shares:
+            able = [cls.type_name() for cls in registry.classes("serve") if cls.shares]
+            message = f"serve.type {self.type} cannot serve many adapters on one endpoint yet"
+            raise Wrong("/share", message, self.share, f"serve.type {' or '.join(able)}, or share false")
+        if self.canary is not None:
+            message = "a shared endpoint has no canary: its other models would be split, too"
+            raise Wrong("/canary", message, f"{self.canary.percent} percent", "no canary, or share false")
+
     @classmethod
     def no_canary(cls) -> str:
         """Why an endpoint of this type has no canary, for one whose `splits_requests` is False."""
         return f"serve.type {cls.type_name()} cannot give a model a share of the requests: its service has no weights"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model gets behind an endpoint that outlives the run."""
+        return self.share or self.endpoint is not None
 
     @property
     def has_key(self) -> bool:
@@ -210,7 +249,9 @@ class ServeSpec(_Typed):
         return iter(())
 
     def check(self, job: JobSpec) -> None:
-        """Raise Wrong unless the rest of the spec fits this endpoint."""
+        """Raise Wrong unless the rest of the spec fits this endpoint. Subclasses call this, too."""
+        if self.share:
+            _check_adapter(self, job)
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         """The accelerators that the endpoint may request."""
@@ -223,6 +264,24 @@ class ServeSpec(_Typed):
     def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
         """Why the endpoint could not work on its machines: the image, the driver."""
         return iter(())
+
+
+def _check_adapter(serve: ServeSpec, job: JobSpec) -> None:
+    """Raise Wrong unless a shared endpoint can serve what the job trains."""
+    adapter = job.training.adapter
+    if adapter.type == "none":
+        expected = "training.adapter.type lora or qlora, or serve.share false"
+        raise Wrong("/training/adapter/type", "a shared endpoint serves adapters alone", adapter.type, expected)
+    if adapter.r > MOST_RANK:
+        message = f"a shared endpoint keeps memory for {MOST_ADAPTERS} adapters of the highest rank"
+        raise Wrong("/training/adapter/r", message, adapter.r, f"at most {MOST_RANK}, or serve.share false")
+    named = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    if wrong := [name for name in named if name.rpartition(".")[2] in NO_ADAPTER]:
+        message, expected = "vLLM has no adapters of these modules", "linear layers, or serve.share false"
+        raise Wrong("/training/adapter/target_modules", message, wrong, expected)
+    if job.name == serve.endpoint:
+        message = "on a shared endpoint, requests for its name get the base model"
+        raise Wrong("/name", message, job.name, "another name than serve.endpoint")
 
 
 class _OneOf:

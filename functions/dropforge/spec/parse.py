@@ -87,7 +87,7 @@ def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
 
 
 def _number(text: str) -> int | float:
-    """A number with a point or an exponent. JSON Schema counts 1.0 and 1e3 as integers, and so do job specs."""
+    """A number with a point or an exponent. JSON Schema treats 1.0 and 1e3 as integers, and so do job specs."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -129,7 +129,7 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     steps = _document_path(error["loc"], document, missing=kind == "missing")
     pointer = "".join(f"/{_escape(str(step))}" for step in steps)
     if kind == "extra_forbidden":
-        return SpecProblem(pointer, "unknown field", shown(error["input"]), _field_names(steps))
+        return SpecProblem(pointer, "unknown field", shown(error["input"]), _field_names(steps, document))
     if kind == "missing":
         return SpecProblem(pointer, "a required field is missing", "nothing", "a value")
     if kind in ("union_tag_invalid", "literal_error"):
@@ -146,7 +146,9 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
         return SpecProblem(pointer, "malformed value", shown(error["input"]), words_of(context["pattern"]))
     if error["msg"].startswith("Input should be "):
         message = "wrong type" if kind.endswith("_type") else "wrong value"
-        expected = _text_in_words(steps) if kind == "string_type" else error["msg"].removeprefix("Input should be ")
+        expected = error["msg"].removeprefix("Input should be ")
+        if kind == "string_type":
+            expected = _text_in_words(steps, document)
         return SpecProblem(pointer, message, shown(error["input"]), expected)
     length = _LENGTH.fullmatch(error["msg"])
     expected = f"a {length[1].lower()} of {length[2]}" if length else "a value that the schema of a job spec allows"
@@ -177,9 +179,9 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
     return [*path, loc[-1]] if missing else path
 
 
-def _field_names(path: list[str | int]) -> str:
+def _field_names(path: list[str | int], document: JsonValue) -> str:
     """The names allowed beside an unknown field, the likeliest first."""
-    allowed = _allowed(schema(), path[:-1])
+    allowed = sorted({name for node in _nodes(path[:-1], document) for name in node.get("properties", {})})
     close = get_close_matches(cut(str(path[-1]), 64), allowed, n=1)
     listing = ", ".join(allowed)
     return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
@@ -191,22 +193,22 @@ def schema() -> dict[str, Any]:
     return JobSpec.model_json_schema(by_alias=True)
 
 
-def _text_in_words(path: list[str | int]) -> str:
+def _text_in_words(path: list[str | int], document: JsonValue) -> str:
     """A description of the text that the schema expects at a path of the document."""
-    patterns = {node["pattern"] for node in _nodes(schema(), path) if "pattern" in node}
+    patterns = {node["pattern"] for node in _nodes(path, document) if "pattern" in node}
     return " or ".join(f"text: {words_of(pattern)}" for pattern in sorted(patterns)) or "text in quotes"
 
 
-def _allowed(schema: dict[str, Any], path: list[str | int]) -> list[str]:
-    return sorted({name for node in _nodes(schema, path) for name in node.get("properties", {})})
+def _nodes(path: list[str | int], document: JsonValue) -> list[dict[str, Any]]:
+    """The parts of the schema that describe the value at a path of the document.
 
-
-def _nodes(schema: dict[str, Any], path: list[str | int]) -> list[dict[str, Any]]:
-    """The parts of the schema, one for each branch of a union, that describe the value at a path of the document."""
-    nodes = [schema]
+    Of a union they are the branch that the value's `type` names, or every branch.
+    """
+    nodes, here = [schema()], document
     for step in [*path, None]:
-        nodes = [resolved for node in nodes for resolved in _resolve(schema, node)]
+        nodes = [resolved for node in nodes for resolved in _resolve(node, here)]
         if step is not None:
+            here = _at(here, step)
             nodes = [
                 node["items"] if isinstance(step, int) else node["properties"][step]
                 for node in nodes
@@ -215,11 +217,21 @@ def _nodes(schema: dict[str, Any], path: list[str | int]) -> list[dict[str, Any]
     return nodes
 
 
-def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]:
+def _at(value: JsonValue, step: str | int) -> JsonValue:
+    if isinstance(value, list) and isinstance(step, int):
+        return value[step]
+    return value.get(str(step)) if isinstance(value, dict) else None
+
+
+def _resolve(node: dict[str, Any], value: JsonValue) -> list[dict[str, Any]]:
     if "$ref" in node:
-        return _resolve(schema, schema["$defs"][node["$ref"].rsplit("/", 1)[1]])
+        return _resolve(schema()["$defs"][node["$ref"].rsplit("/", 1)[1]], value)
     branches = node.get("anyOf") or node.get("oneOf")
-    return [r for branch in branches for r in _resolve(schema, branch)] if branches else [node]
+    if "discriminator" in node and isinstance(value, dict):
+        named = value.get(node["discriminator"]["propertyName"])
+        reference = node["discriminator"]["mapping"].get(named) if isinstance(named, str) else None
+        branches = [{"$ref": reference}] if reference else branches
+    return [r for branch in branches for r in _resolve(branch, value)] if branches else [node]
 
 
 def _escape(step: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -65,6 +66,7 @@ Zone = Annotated[str, ruled(r"^[a-z]+-[a-z]+[0-9]-[a-z]$", "a zone of Google Clo
 Reservation = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"{_NAME} 63 characters")]
 # https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
 ClusterName = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
+BudgetPeriod = Literal["day", "month"]
 Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
 
 
@@ -104,7 +106,7 @@ class PlacementSpec(Protocol):
 
 
 class Placement(Part):
-    """Where an attempt may run; tried in the order given."""
+    """A place where an attempt may run. Attempts try the placements in the given order."""
 
     region: Region = Field(description="A region of Google Cloud.")
     max_wait: Duration | None = Field(
@@ -118,13 +120,21 @@ def seconds(duration: str) -> int:
 
 
 def check_source(value: str) -> str:
-    """Accept `owner/name`, `name` or `gs://bucket/path`; raise Wrong for anything else."""
+    """Accept `owner/name`, `name` or `gs://bucket/path`; raise Wrong for anything else. Only a path may leave ASCII."""
     if value.startswith("gs://"):
         if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f]+", value):
-            raise Wrong("", "not a gs:// URI", value, "gs://bucket/path")
-    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", value):
-        raise Wrong("", "not a source", value, "a Hugging Face Hub id (owner/name) or gs://bucket/path")
+            bucket = value.removeprefix("gs://").partition("/")[0]
+            raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, "gs://bucket/path")
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", value, re.ASCII):
+        expected = "a Hugging Face Hub id (owner/name) or gs://bucket/path"
+        raise Wrong("", f"not a source{_foreign(value)}", value, expected)
     return value
+
+
+def _foreign(name: str) -> str:
+    """Names the first character outside ASCII, as the end of a message: it may look like a letter of ASCII."""
+    letter = next((character for character in name if not character.isascii()), "")
+    return letter and f": its {letter!r} is {unicodedata.name(letter, f'U+{ord(letter):04X}')}, and names are ASCII"
 
 
 def shown(value: Any) -> str:
@@ -135,20 +145,22 @@ def shown(value: Any) -> str:
 class Canary(Part):
     """How a new model of a named endpoint shows that it answers users well, before it gets every request."""
 
-    percent: int = Field(default=10, ge=1, le=50, description="The share of the requests that the new model gets.")
-    lasts: Duration = Field(default="10m", alias="for", description="How long it has this share. At most 1d.")
+    percent: int = Field(default=10, ge=1, le=50, description="The new model's share of the requests, in percent.")
+    lasts: Duration = Field(
+        default="10m", alias="for", description="How long the new model has this share. At most 1d."
+    )
     max_error_rate: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="The largest part of its requests that may fail on the server's side (5xx), unless as large a part "
-        "fails of the model before.",
+        description="The largest share of the new model's requests that may fail on the server's side (5xx). A larger "
+        "share may fail if as large a share of the previous model's requests fails.",
     )
     max_latency_ratio: float = Field(
         default=2.0,
         ge=1,
         le=100,
-        description="The 95th percentile of its latencies, as a multiple of that of the model before, at most.",
+        description="The largest ratio of the 95th percentile of the new model's latencies to the previous model's.",
     )
 
     @model_validator(mode="after")
@@ -156,3 +168,10 @@ class Canary(Part):
         if seconds(self.lasts) > _UNIT_SECONDS["d"]:
             raise Wrong("/for", "longer than a canary may last", self.lasts, "at most 1d")
         return self
+
+
+class Budget(Part):
+    """What a named endpoint may cost in each period."""
+
+    usd: float = Field(gt=0, le=1_000_000_000, description="US dollars, at most.")
+    per: BudgetPeriod = Field(description="The period: a day or a calendar month, in UTC.")

@@ -12,6 +12,8 @@ from dropforge.base.redact import cut
 from .job import Dataset, JobSpec
 from .parts import shown
 
+MAX_CSV_FIELD = 2**24  # characters; longer than any row that a training keeps. Python's default is 2**17
+
 # The columns of each form of rows that needs no templates, by dataset.format; `auto` takes the first form that fits.
 FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
 MAX_NAMES, MAX_NAME = 20, 60  # columns in a message, and characters of each

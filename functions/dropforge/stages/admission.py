@@ -15,6 +15,7 @@ from dropforge.fit.plan import phase_problems
 from dropforge.fit.shape import ModelShape
 from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
+from dropforge.platforms.prices import SECONDS_PER_HOUR
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 from dropforge.spec.policy import Policy, policy_of
@@ -47,11 +48,17 @@ def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> li
     No rule needs an answer of the cloud.
     """
     problems = [*policy_problems(spec, policy), *fit_problems(spec, shape), *machine_problems(spec)]
-    return [*problems, *template_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    return [
+        *problems,
+        *template_problems(spec),
+        *time_problems(spec),
+        *budget_problems(spec),
+        *endpoint_budget_problems(spec),
+    ]
 
 
 def shape_of(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
-    """The shape of the model; None if its configuration cannot be had now. The container then decides."""
+    """The shape of the model; None if its configuration cannot be read now. The container then decides."""
     try:
         return find_shape(spec.model, cloud.clients)
     except NoConfiguration as error:
@@ -140,6 +147,22 @@ def budget_problems(spec: JobSpec) -> list[SpecProblem]:
                 expected += f" and {MIN_ENDPOINT_SECONDS // 60} minutes of the endpoint"
             return [SpecProblem(pointer, "the budget is too small", offered, f"at least {expected}")]
     return []
+
+
+def endpoint_budget_problems(spec: JobSpec) -> list[SpecProblem]:
+    """A problem if the price of a named endpoint is unknown, or if its budget pays for less than the shortest one."""
+    if spec.serve is None or spec.serve.budget is None:
+        return []
+    budget, price = spec.serve.budget, serving_price(spec)
+    if price.usd_per_hour is None:
+        expected = "a known price: set serve.price_usd_per_hour, or leave the budget out"
+        return [SpecProblem("/serve/budget", "the budget cannot be enforced", price.source, expected)]
+    least = price.usd_per_hour * MIN_ENDPOINT_SECONDS / SECONDS_PER_HOUR
+    if budget.usd >= least:
+        return []
+    offered = f"{budget.usd:g} USD at {price.usd_per_hour} USD per hour"
+    expected = f"at least {least:.2f} USD, for {MIN_ENDPOINT_SECONDS // 60} minutes of the endpoint"
+    return [SpecProblem("/serve/budget/usd", "the budget is too small", offered, expected)]
 
 
 def deployment_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

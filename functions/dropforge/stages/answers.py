@@ -5,6 +5,7 @@ A field that an answer does not set is not in the JSON: the same status comes fr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -88,7 +89,7 @@ class Cancelled(Failed):
 
 
 class Superseded(Answer):
-    """Another execution owns the run, or the run has ended: the calling execution ends without touching anything."""
+    """Another execution owns the run, or the run has ended: the calling execution ends and changes nothing."""
 
     status = "SUPERSEDED"
     execution: str | None
@@ -104,28 +105,28 @@ class Ready(Answer):
 
 
 class Gone(Answer):
-    """Every resource in the scope was seen not to exist; `cancelled`: a user requested the end of the run."""
+    """The cloud answered for every resource in the scope that it does not exist. `cancelled`: a user ended the run."""
 
     status = "GONE"
     cancelled: bool
 
 
 class Ended(Answer):
-    """The run has ended in `state`: nothing in the scope exists, and everybody was told."""
+    """The run has ended in `state`: nothing in the scope exists, and the end was reported."""
 
     status = "ENDED"
     state: RunState
 
 
 class Notified(Answer):
-    """The state is entered, and everybody was told."""
+    """The run has entered the state, and every report of it was sent."""
 
     status = "NOTIFIED"
     state: RunState
 
 
 class Untold(Notified):
-    """The state is entered, but not everybody was told: call again."""
+    """The run has entered the state, but not every report of it was sent: call again."""
 
     status = "UNTOLD"
 
@@ -143,6 +144,33 @@ class Granted(Answer):
     status = "GRANTED"
     access_token: str
     expires_in: int
+
+
+class Lent(Answer):
+    """An identity token for one endpoint. No log line has it."""
+
+    status = "LENT"
+    token: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer of preflight. `status` is ok, failed, warning, or not asked; "not asked" never counts as ok.
+
+    `mend` is the fix if the answer is not ok: a command, a section of a page, or Google's page of quotas.
+    """
+
+    status: str
+    what: str
+    message: str
+    mend: str = ""
+
+
+class Checked(Answer):
+    """The answers of preflight about a spec."""
+
+    status = "CHECKED"
+    findings: list[Finding]
 
 
 class Swept(Answer):

@@ -1,10 +1,10 @@
-"""Stage `cancel`: keep the request to end a run before anybody acts on it. Every later step obeys the request.
+"""Stage `cancel`: store the request to end a run before any function acts on it. Every later step obeys the request.
 
 In the record, the request overrides provisioning, waiting, another attempt, deploying, and a teardown that would keep
 the endpoint. A run without an execution ends at once. If the request arrives before the spec, it is kept beside the
 future record, and stage `submit` reads it there.
 
-A message cancels only runs that were requested through the same topic, unless it comes from the operations topic.
+A message cancels only runs that were requested through the same topic, unless it comes from an operator or the console.
 Whoever may delete a spec may cancel its run.
 """
 
@@ -29,18 +29,19 @@ from dropforge.tell.run_events import answer_unknown
 
 from .places import leave
 
-RECORD_WITHIN = timedelta(minutes=1)  # a run has a record as long after its upload, unless its submit fails
+RECORD_WITHIN = timedelta(minutes=1)  # by then an uploaded spec has a record, unless its submit fails
 
 
 def cancel_requested(context: Context, run: str, request: Request) -> None:
     """Cancel the run that a message names, if the message comes from the run's own topic or from an operator.
 
-    An unknown run and the run of another source get the same answer, a run event: publishers learn nothing about runs
-    of others. Raises RetryLater as `cancel` does, and CloudError if the event could not be published.
+    The answer for an unknown run and for the run of another source is the same run event: publishers learn nothing
+    about the runs of other sources. Raises RetryLater as `cancel` does, and CloudError if the event could not be
+    published.
     """
     if not names.is_run_id(run):
         context.log("not a run id", stage="submit", run=cut(run, 100), severity="WARNING")
-    elif request.topic == context.settings.operations_topic:
+    elif context.settings.reaches_all(request.topic):
         cancel(context, run, request)
     else:
         cancel(context, run, request, request.topic)
@@ -50,7 +51,8 @@ def cancel(context: Context, run: str, request: Request | None = None, topic: st
     """Request the end of a run, or of a run of this topic only. Raises RetryLater until a finished run's endpoint is
     verified as deleted. If there is no such run, a run event answers the request.
     """
-    record = _request(context, run, topic)
+    by = request.by if request else ""
+    record = _request(context, run, topic, by)
     if record is None:
         context.log("no such run, or not yet", stage="submit", run=run, topic=topic, severity="WARNING")
         if request is not None:
@@ -70,8 +72,8 @@ def cancel(context: Context, run: str, request: Request | None = None, topic: st
 def cancel_deleted(context: Context, bucket: str, name: str, generation: str) -> None:
     """Cancel the run of a deleted spec object, unless the run has ended or the object was overwritten.
 
-    Users may tidy up the inbox: the endpoint of a finished run stays. An upload under the same name is another run, and
-    Cloud Storage reports the replaced object as deleted.
+    Users may delete specs of finished runs: the endpoint of a finished run stays. An upload under the same name is
+    another run, and Cloud Storage reports the replaced object as deleted.
     """
     run = names.run_id_of_object(bucket, name, generation)
     blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
@@ -91,7 +93,8 @@ def cancel_deleted(context: Context, bucket: str, name: str, generation: str) ->
 def _tell_same_spec(context: Context, earlier: str, later: str, uploaded: datetime) -> None:
     """Tell people if an upload under the same name started a run with the spec of a run that still works.
 
-    Both run and cost money: perhaps nobody wanted the second. Raises RetryLater while the later run has no record yet.
+    Both runs cost money, and perhaps the user did not want the second run. Raises RetryLater while the later run has no
+    record yet.
     """
     store = context.store
     former = store.find(earlier)
@@ -108,7 +111,7 @@ def _tell_same_spec(context: Context, earlier: str, later: str, uploaded: dateti
     warn(context, record, store.spec(later), Notice("same-spec", "has the spec of a run that continues", text))
 
 
-def _request(context: Context, run: str, topic: str) -> Record | None:
+def _request(context: Context, run: str, topic: str, by: str) -> Record | None:
     """Set the request in the record, or beside it until a record exists; the record, or None if no such run exists.
 
     `submit` looks for the object beside the record after it has written the record, and this function tries the record
@@ -116,12 +119,12 @@ def _request(context: Context, run: str, topic: str) -> Record | None:
     """
     store = context.store
     try:
-        record = store.update(run, lambda latest: _with_request(latest, topic, context.now()))
+        record = store.update(run, lambda latest: _with_request(latest, topic, context.now(), by))
     except NotFound:
         requested = json.dumps({"cancel_requested": context.now().isoformat()}).encode()
         store.put_new(names.cancel_object(run, topic), requested)
         try:
-            record = store.update(run, lambda latest: _with_request(latest, topic, context.now()))
+            record = store.update(run, lambda latest: _with_request(latest, topic, context.now(), by))
         except NotFound:
             return None
     return record if _is_reached(record, topic) else None
@@ -132,7 +135,7 @@ def _is_reached(record: Record, topic: str) -> bool:
     return topic in ("", record.topic)
 
 
-def _with_request(record: Record, topic: str, now: datetime) -> Record:
+def _with_request(record: Record, topic: str, now: datetime, by: str) -> Record:
     if not _is_reached(record, topic):
         return record
     if record.state.is_terminal:
@@ -140,15 +143,15 @@ def _with_request(record: Record, topic: str, now: datetime) -> Record:
             return record
         # The endpoint expires now: the sweep deletes it even if this request fails.
         expired = record.endpoint.model_copy(update={"expires": now})
-        return record.model_copy(update={"endpoint": expired, "cancel_requested": now})
+        return record.model_copy(update={"endpoint": expired, "cancel_requested": now, "cancelled_by": by})
     if record.cancel_requested:
         return record
-    requested = record.model_copy(update={"cancel_requested": now})
+    requested = record.model_copy(update={"cancel_requested": now, "cancelled_by": by})
     return requested.entered(RunState.CANCELLED, now) if record.state is RunState.ACCEPTED else requested
 
 
 def _wake(context: Context, record: Record) -> None:
-    """Best effort: without it, the run sees the request at its next look."""
+    """Best effort: if this fails, the run sees the request at its next look."""
     try:
         wake(context.cloud, str(record.callback_url), {"type": "cancel"})
     except requests.RequestException as error:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from dropforge.base.errors import SpecProblem
+from dropforge.base.names import SHARED_PREFIX
 from dropforge.money import serving_price
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
@@ -173,6 +174,8 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "notify_hosts", place, host
     if serve is not None:
         yield "endpoints", "/serve/type", serve.type
+        if serve.share and serve.endpoint is None:  # dropforge chooses the name after the training
+            yield "endpoint_names", "/serve/share", f"{SHARED_PREFIX}*"
         if serve.endpoint is not None:
             yield "endpoint_names", "/serve/endpoint", serve.endpoint
         for demand in serve.demands(spec):
@@ -195,7 +198,7 @@ def _without_stated_prices(spec: JobSpec) -> JobSpec:
 
 
 def _region(place: str) -> str:
-    """The region of a region or a zone."""
+    """The region of a place, which is a region or a zone."""
     return re.sub(r"-[a-z]$", "", place)
 
 

@@ -42,7 +42,7 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
     announce(context, record, RunState.DEPLOYING)
     try:
         return (
-            _put_behind(context, record, spec) if spec.serve and spec.serve.endpoint else _deploy(context, record, spec)
+            _put_behind(context, record, spec) if spec.serve and spec.serve.is_named else _deploy(context, record, spec)
         )
     except CloudError as error:
         if error.error_class is ErrorClass.TRANSIENT and context.now() < _start_ends(record, spec):
@@ -52,25 +52,25 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
 
 
 def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Record:
-    """The record in DEPLOYING, with the endpoint's price pinned, as an attempt's price is when it is opened."""
+    """The record in DEPLOYING, with a note of the endpoint's price: a later catalog does not change it."""
     if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
         return record
     if record.state is RunState.DEPLOYING:
         return record
     entered = record.entered(RunState.DEPLOYING, now)
     # A named endpoint counts its own costs: it outlives the run.
-    is_own = spec.serve is None or spec.serve.endpoint is None
-    return entered.model_copy(update={"serving_usd_per_hour": serving_price(spec).usd_per_hour if is_own else 0.0})
+    is_own = spec.serve is None or not spec.serve.is_named
+    price = serving_price(spec, record.attempts[-1].placement).usd_per_hour if is_own else 0.0
+    return entered.model_copy(update={"serving_usd_per_hour": price})
 
 
 def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
-    """Advance towards a named endpoint that serves the run's model. The rollout has an execution of its own."""
+    """Advance towards a named endpoint that serves the run's model. The rollout has its own execution."""
     assert spec.serve is not None, "the workflow deploys only runs that serve"
-    assert spec.serve.endpoint is not None, "the caller has looked"
-    who = f"run {record.run}"
+    who, name = f"run {record.run}", spec.serve.endpoint or ""
     try:
         canary = canary_of(spec.serve.canary)
-        endpoint = put_behind(context, record, spec, spec.serve.endpoint, record.run, who, record.topic, canary)
+        endpoint = put_behind(context, record, spec, name, record.run, who, record.topic, canary)
     except Refused as refused:
         return failed(ErrorClass.CONFIG, refused.message, refused.hint)
     rollout, now = endpoint.rollout(record.run), context.now()
@@ -82,13 +82,15 @@ def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer
         return failed(error.error_class, error.message, error.hint)
     note_endpoint_wait(context, record, rollout.wait_reason or f"its rollout is {rollout.state}", _began(record))
     usual = context.platforms.start_seconds(spec.serve.type)
-    deadline = now + timedelta(hours=1)  # the rollout has a deadline of its own, and others may come before it
+    deadline = now + timedelta(hours=1)  # the rollout has its own deadline, and other rollouts may come before it
     return Pending(wait_seconds=next_look_since(_began(record), now, usual), deadline=deadline.timestamp())
 
 
 def _note_rollout(context: Context, record: Record, endpoint: EndpointRecord, rollout: Rollout) -> None:
     """Note what the rollout has found out about the run's model."""
-    parity = endpoint.revision(rollout.revision).parity
+    revision = endpoint.revision(rollout.revision)
+    own = next((adapter for adapter in revision.adapters if adapter.run == record.run), None)
+    parity = own.parity if own else revision.parity
     context.store.update(
         record.run,
         lambda latest: (

@@ -7,14 +7,16 @@ from datetime import datetime
 SHORTEST_SECONDS, LONGEST_SECONDS = 2.0, 30.0
 GROWTH = 3  # a wait is this many times the time waited so far
 REASON_SECONDS = 10.0  # until the first look at why an attempt does not run yet
-PART = 8  # at the end, a look is late by this part of the usual time at most
+SHORTEST_TURN_SECONDS, LONGEST_TURN_SECONDS = 5.0, 300.0
+TURNS = 20  # between two looks at what waits for its turn: the time waited so far divided by this number
+PART = 8  # near the end, a look is late by at most the usual time divided by this number
 
 
 def next_look(waited_seconds: float, usual_seconds: float) -> float:
     """Seconds until the next look at something that has been under way for `waited_seconds`.
 
-    The first looks are soon, because the local stack and most failures take seconds. What takes longer than usual is
-    looked at less and less often.
+    The first looks are soon, because the local stack and most failures take seconds. If the work takes longer
+    than usual, the looks become rarer.
     """
     enough = max(usual_seconds, waited_seconds) / PART
     return max(SHORTEST_SECONDS, min(GROWTH * waited_seconds, enough, LONGEST_SECONDS))
@@ -23,6 +25,15 @@ def next_look(waited_seconds: float, usual_seconds: float) -> float:
 def next_look_since(began: datetime, now: datetime, usual_seconds: float) -> float:
     """Seconds until the next look at something that has been under way since `began`."""
     return next_look((now - began).total_seconds(), usual_seconds)
+
+
+def next_turn(waited_seconds: float) -> float:
+    """Seconds until the next look at whether the turn of a run or a rollout has come, by the time waited so far.
+
+    Others may take days, and Cloud Workflows ends an execution after 100,000 steps
+    (https://cloud.google.com/workflows/quotas).
+    """
+    return max(SHORTEST_TURN_SECONDS, min(waited_seconds / TURNS, LONGEST_TURN_SECONDS))
 
 
 def next_reason(waited_seconds: float) -> float:

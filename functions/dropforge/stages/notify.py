@@ -1,7 +1,7 @@
 """Stage `notify`: enter a state, then tell other systems and people.
 
-Executions of workflows from before 2026-11-24 call it, and the sweep, which tells an end that was not told. Since then,
-`inspect` enters TRAINING and `teardown` ends the run.
+Two callers remain: executions of workflows from before 2026-11-24, and the sweep, which reports an end that was not
+reported. In newer workflows, `inspect` enters TRAINING and `teardown` ends the run.
 
 The state is written first. A message may therefore be sent twice, with the same event id, but never for a state that
 the run has not entered.

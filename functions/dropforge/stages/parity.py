@@ -2,21 +2,24 @@
 
 For each row of the seal, two requests: the likeliest tokens at each token of the sealed answer, given the sealed ids
 (`prompt_logprobs`); and the greedy answer to the row's messages, through the route that clients use. The second request
-has the chat template, the generation defaults and the prefix cache in its path, which the first one has not.
+also tests the chat template, the generation defaults and the prefix cache; the first request does not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass, Malformed, NotFound
+from dropforge.base.redact import cut
 from dropforge.cloud.classify import client_errors
 from dropforge.context import Context
 from dropforge.run.artifacts import read_manifest
-from dropforge.run.record import Parity
+from dropforge.run.record import MAX_REASON, Parity
 from dropforge.run.seal import (
+    ROWS,
     TOP,
     Agreement,
     Difference,
@@ -31,11 +34,13 @@ from dropforge.run.seal import (
 )
 
 REQUEST_SECONDS = 60.0
+MOST = 1e-3  # of a log-probability: a probability is 1 at most, and rounding adds less
 SHARE = timedelta(seconds=180)  # of a call, before its last row; a function may take 540 s
 HINT = (
     "the model is kept, and not served. Compare the images of training and serving, and the endpoint's flags; "
     "docs/serving.md#parity names what each cause means"
 )
+BAD_ANSWER = 400  # in place of a status: another request would be answered as badly
 UNSEALED = "the model has no seal: its trainer made none"
 
 
@@ -44,23 +49,36 @@ class Refused(Exception):
 
 
 def compare(
-    context: Context, run: str, known: Parity | None, url: str, model: str, key: str = "", audience: str = ""
+    context: Context,
+    run: str,
+    known: Parity | None,
+    url: str,
+    model: str,
+    key: str = "",
+    audience: str = "",
+    most: int = ROWS,
 ) -> tuple[Parity, CloudError | None]:
     """The comparison after this call's share of the rows; `known` is what earlier calls have found, `key` the API key.
 
-    `audience` is the URL for which a token is valid, if not `url`.
+    `audience` is the URL for which a token is valid, if not `url`. `most` rows of the seal are compared.
 
     Also the error that ended the call early: TRANSIENT if the endpoint did not answer, PARITY if it differs from its
-    model. A difference that an earlier call has found is final: a call whose answer was lost is repeated.
+    model. A difference that an earlier call has found is final: if the answer of that call was lost, the workflow calls
+    again.
     """
     if known is not None and known.is_over:
         refused = CloudError(ErrorClass.PARITY, known.reason, HINT) if known.state == "failed" else None
         return known, refused
     storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
-    manifest = read_manifest(storage, bucket, run, context.store.key(run))
-    seal = read_seal(storage, bucket, manifest) if manifest else None
+    try:
+        manifest = read_manifest(storage, bucket, run, context.store.key(run))
+        seal = read_seal(storage, bucket, manifest) if manifest else None
+    except (Malformed, NotFound) as damaged:  # another call would find the same
+        reason = cut(f"the seal of the model cannot be read: {damaged}", MAX_REASON)
+        return Parity(state="failed", reason=reason), CloudError(ErrorClass.PARITY, reason, HINT)
     if seal is None:
         return Parity(state="unsealed", reason=UNSEALED), None
+    seal = seal.model_copy(update={"rows": seal.rows[:most]})
     parity = known or Parity(state="checking", links=seal.links, limit=seal.limit, floor=seal.noise.divergence)
     endpoint, until = Endpoint(context.cloud.clients.endpoint(audience or url, key), url, model), context.now() + SHARE
     try:
@@ -98,7 +116,10 @@ class Endpoint:
         self._model = model
 
     def tokens(self, row: SealedRow) -> tuple[list[int], list[Distribution]]:
-        """The ids that the endpoint read, and its distribution at each token of the sealed answer."""
+        """The ids that the endpoint read, and its distribution at each token of the sealed answer.
+
+        Raises Refused for a log-probability that cannot be one: comparisons with NaN would pass.
+        """
         ids = [*row.prompt, *row.answer]
         answer = self._post("completions", prompt=ids, max_tokens=1, temperature=0, prompt_logprobs=TOP)
         choice = answer["choices"][0]
@@ -106,6 +127,8 @@ class Endpoint:
         found: list[Distribution] = [
             {int(token): float(entry["logprob"]) for token, entry in each.items()} for each in entries
         ]
+        if odd := [value for each in found for value in each.values() if not -math.inf < value <= MOST]:
+            raise Refused(f"/v1/completions has a log-probability of {odd[0]}", BAD_ANSWER)
         return [int(token) for token in choice["prompt_token_ids"]], found
 
     def chat(self, row: SealedRow, **sampling: Any) -> tuple[list[int], list[int]]:
@@ -164,7 +187,7 @@ def compare_row(seal: Seal, row: SealedRow, endpoint: Endpoint) -> Agreement | D
             return difference
     ids, found = endpoint.tokens(row)
     if ids != [*row.prompt, *row.answer]:
-        raise Refused("/v1/completions read other token ids than were sent", 400)
+        raise Refused("/v1/completions read other token ids than were sent", BAD_ANSWER)
     agreement = compare_tokens(row, found, seal.tie)
     if isinstance(agreement, Difference):
         return agreement

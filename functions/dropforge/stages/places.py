@@ -1,4 +1,4 @@
-"""Places of runs that the policy limits: provision waits for one, and the end of a run gives its place to the next run.
+"""Places of runs that the policy limits: provision waits for a place, and a run that ends gives its place to the next.
 
 If a function crashes before it gives a place back, or if the object with the places is lost, the sweep repairs it from
 the records. A policy without such limits costs no request.
@@ -23,10 +23,9 @@ from dropforge.tell.everybody import warn
 
 from .answers import Pending
 from .ceiling import cost_of
+from .looks import next_turn
 
 OBJECT = "runs/places.json"
-FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 5.0, 300.0
-LOOKS = 20  # the pause is this part of the time waited so far: an execution has a limit of 100,000 steps
 PATIENCE = timedelta(hours=1)  # of the workflow, if provision does not answer any more
 
 
@@ -69,7 +68,7 @@ def known_runs(context: Context) -> set[str]:
 def repair(context: Context, records: Mapping[str, Record | None]) -> None:
     """Take the places of runs that have ended, and enter runs that lost theirs. Raises Conflict.
 
-    A run that waits and is not entered enters itself.
+    If a waiting run is missing, the run itself enters the object at its next call.
     """
     rules = _rules(context)
     if not rules:
@@ -134,8 +133,7 @@ def _pending(context: Context, record: Record, spec: JobSpec, wait: Wait, now: d
     text = f"place {wait.place} of those that wait for `{wait.rule}` of the deployment's policy; {_free(wait)}"
     warn(context, record, spec, Notice("queued", "waits for a place", text))
     waited = (now - record.queued.since).total_seconds() if record.queued else 0.0
-    pause = min(LAST_LOOK_SECONDS, max(FIRST_LOOK_SECONDS, waited / LOOKS))
-    return Pending(wait_seconds=pause, deadline=(now + PATIENCE).timestamp())
+    return Pending(wait_seconds=next_turn(waited), deadline=(now + PATIENCE).timestamp())
 
 
 def _free(wait: Wait) -> str:

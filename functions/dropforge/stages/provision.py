@@ -205,7 +205,7 @@ def _is_current(launch: Launch) -> Callable[[Record], bool]:
 
 
 def _running(attempt: Attempt) -> Running:
-    # Much that is wrong with an attempt shows as soon as it is launched.
+    # Many problems of an attempt show as soon as it is launched.
     return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number, wait_seconds=SHORTEST_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """Stage `submit`: a spec event becomes one run and one execution, however often the event is delivered.
 
-An invalid spec is a result, not an error: the record is REJECTED and people are told. The stage raises only if a later
-delivery can succeed.
+An invalid spec is a result, not an error: the record is REJECTED, and a message reports it. The stage raises only if a
+later delivery can succeed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def submit_object(context: Context, bucket: str, name: str, generation: str, siz
 def ignore_object(context: Context, bucket: str, name: str, generation: str) -> None:
     """Answer the upload of an object that is no spec, if it looks like one: a log line and a run event, no record.
 
-    Other objects, such as rows of a data set, and folders get no answer. The answer is no object, so it cannot be
-    answered again. Each process answers IGNORED_AN_HOUR times: a program that fills the bucket fills nothing else.
+    Other objects, such as rows of a data set, and folders get no answer. The answer is not an object, so it causes no
+    further answer. Each process answers at most IGNORED_AN_HOUR times an hour: a program that fills the bucket cannot
+    fill the log and the topic too.
     """
     kind = re.search(r"\.(json|ya?ml)\Z", name, re.IGNORECASE)
     if name.endswith("/") or not (kind or name.startswith(names.SPECS_PREFIX)):
@@ -80,7 +81,7 @@ def ignore_object(context: Context, bucket: str, name: str, generation: str) -> 
         problem = f"its name ends in {kind[0]}" if kind else "its name does not end in .json"
         problem += "; a job spec is a JSON document"
     else:
-        problem = f"it does not lie below {names.SPECS_PREFIX}"
+        problem = f"it is not below {names.SPECS_PREFIX}"
     text = f"{uri} started nothing: {problem}; upload a job spec as gs://{bucket}/{names.SPECS_PREFIX}NAME.json"
     context.log("ignored an object", stage="submit", severity="NOTICE", object=uri, problem=text)
     answer_ignored(context, names.run_id_of_object(bucket, name, generation), uri, text)
@@ -188,7 +189,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
     data = read_spec(context, bucket, name, str(blob.generation), int(blob.size or 0))
     if not _is_spec(data):  # the publisher may not be allowed to read the object: nothing of its text is repeated
         expected = "a JSON object with api_version, as every job spec has"
-        raise InvalidSpec([SpecProblem("/spec_uri", "the object is no job spec", uri, expected)])
+        raise InvalidSpec([SpecProblem("/spec_uri", "the object is not a job spec", uri, expected)])
     return data
 
 
@@ -203,7 +204,7 @@ def _data_buckets(settings: Settings) -> list[str]:
 
 
 def _is_spec(data: bytes) -> bool:
-    """Whether an object was written as a job spec, with whatever mistakes."""
+    """Whether an object was meant as a job spec, even if it has mistakes."""
     content = json_of(data)
     return isinstance(content, dict) and "api_version" in content
 
@@ -233,11 +234,11 @@ def _envelope_problem(data: bytes) -> SpecProblem | None:
     if content is None or (isinstance(content, dict) and not _is_text(content)):
         return None
     if not isinstance(content, dict):
-        return SpecProblem("", "the message is no request", f"a JSON {_KINDS[type(content)]}", _ENVELOPES)
+        return SpecProblem("", "the message is not a request", f"a JSON {_KINDS[type(content)]}", _ENVELOPES)
     if "api_version" in content or (content.keys() & JobSpec.model_fields.keys() and not content.keys() & _COMMANDS):
         return None
     found = ", ".join(cut(repr(field), 60) for field in list(content)[:10]) or "an empty object"
-    return SpecProblem("", "the message is no request", found, _ENVELOPES)
+    return SpecProblem("", "the message is not a request", found, _ENVELOPES)
 
 
 def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
@@ -259,6 +260,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
         source=redact(source),
         state=RunState.ACCEPTED,
         created=now,
+        submitter=_submitter(context, source),
         history=[Transition(state=RunState.ACCEPTED, time=now)],
         resources=[],
         about=about(spec),
@@ -269,10 +271,25 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
     return _begin(context, record, spec, None)
 
 
+def _submitter(context: Context, source: str) -> str:
+    """Who dropped the spec in the console; "" for a spec from elsewhere.
+
+    The metadata of an object is what its writer wrote. It counts only where nobody but the console's account may write.
+    """
+    settings = context.settings
+    name, _, generation = source.removeprefix(f"gs://{settings.specs_bucket}/").rpartition("#")
+    if not (settings.console_topic and name.startswith(names.CONSOLE_SPECS_PREFIX)):
+        return ""
+    bucket = context.cloud.clients.storage().bucket(settings.specs_bucket)
+    blob = bucket.get_blob(name, generation=int(generation), timeout=TIMEOUT_SECONDS)
+    named = str((blob.metadata or {}).get(names.SUBMITTER, "")) if blob else ""
+    return named if names.is_email(named) else ""
+
+
 def _begin(context: Context, record: Record, spec: JobSpec, execution: str | None) -> Record:
     """Announce that a run is accepted, then start its execution, or note the execution that it has.
 
-    The order matters: nobody announces the acceptance of a run whose execution has begun. After a crash here, the next
+    The order matters: after the execution has begun, no function announces the acceptance. After a crash here, the next
     delivery or the sweep continues.
     """
     if context.store.has_cancel(record.run, record.topic):
@@ -295,6 +312,7 @@ def _cancel_unread(context: Context, run: str, source: str) -> Record:
         source=redact(source),
         state=RunState.CANCELLED,
         created=now,
+        submitter=_submitter(context, source),
         history=history,
         cancel_requested=now,
     )
@@ -309,7 +327,7 @@ def _reject(context: Context, run: str, source: str, problems: list[SpecProblem]
     store = context.store
     if existing := store.find(run):
         return resume(context, existing)  # another delivery has accepted a spec that this delivery could not read
-    now = context.now()
+    now, submitter = context.now(), _submitter(context, source)
     source = redact(source)
     listed: list[dict[str, JsonValue]] = [
         {field: text and redact(text) for field, text in problem._asdict().items()} for problem in problems
@@ -320,6 +338,7 @@ def _reject(context: Context, run: str, source: str, problems: list[SpecProblem]
         source=source,
         state=RunState.REJECTED,
         created=now,
+        submitter=submitter,
         history=[Transition(state=RunState.REJECTED, time=now)],
         problems=listed,
     )

@@ -1,6 +1,6 @@
 """Stage `teardown`: delete every resource in the ledger and verify the deletion, on every path out of a run.
 
-The call that sees the last resource gone ends the run, in one conditional write, and then tells everybody. A message
+The call that sees the last resource gone ends the run in one conditional write, and then reports the end. A message
 may therefore be sent twice, with the same event id, but never for a state that the run has not entered.
 """
 
@@ -22,7 +22,7 @@ Scope = Literal["attempt", "run"]
 # A deletion that is slower than any cluster's may never end unless a person intervenes.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
-# Messages about an end are tried again after a pause as long as the run has ended, and not for ever.
+# If a message about an end fails, the pause before the next try is the time since the end. Tries do not go for ever.
 FIRST_TRY_SECONDS, LAST_TRY_SECONDS = 1.0, 600.0
 TELL_FOR = timedelta(hours=4)
 
@@ -79,7 +79,7 @@ def _gone(context: Context, record: Record, is_kept: bool) -> Gone:
 
 
 def _end(context: Context, record: Record, outcome: Outcome, is_kept: bool, gone: list[str]) -> Record:
-    """End a run whose resources are gone. A cancel wins; while the endpoint is kept, a cancel lets the run go on."""
+    """End a run whose resources are gone. A cancel wins; while the endpoint is kept, a cancelled run continues."""
     execution = record.execution
 
     def change(latest: Record) -> Record:
@@ -95,7 +95,7 @@ def _end(context: Context, record: Record, outcome: Outcome, is_kept: bool, gone
 
 
 def _told(context: Context, record: Record) -> Ended | Pending:
-    """Tell everybody of the end of a run. If that fails, it is tried again later, for a while."""
+    """Report the end of a run. If that fails, later calls try again, for a while."""
     if finish(context, record):
         return Ended(state=record.state)
     since = context.now() - record.history[-1].time

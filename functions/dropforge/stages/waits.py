@@ -1,6 +1,6 @@
-"""Why an attempt, or an endpoint, does not run yet: the record keeps the reason, and people are told if it lasts.
+"""Why an attempt, or an endpoint, does not run yet: the record keeps the reason, and a message reports a long wait.
 
-A reason costs a write only when it changes, and none in the first seconds: most waits are over before anybody asks.
+A reason costs a write only when it changes, and none in the first seconds: most waits end before a user looks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def note_wait(context: Context, record: Record, reason: str, asked: datetime) ->
 
 
 def note_endpoint_wait(context: Context, record: Record, reason: str, began: datetime) -> None:
-    """Keep why the endpoint that is created since `began` is not ready; written if it changes."""
+    """Keep the reason why the endpoint, created since `began`, is not ready; written if it changes."""
     if context.now() - began < timedelta(seconds=QUIET_SECONDS) or record.with_endpoint_wait_reason(reason) is record:
         return
     context.store.update(record.run, lambda latest: latest.with_endpoint_wait_reason(reason))

@@ -30,4 +30,4 @@ class Channel(Protocol):
         """Where a run's messages go (T): names of secrets, no values; None if neither spec nor deployment says it."""
 
     def send(self, context: Context, address: Any, news: News) -> Failure | None:
-        """Send a message to an address (T); None on success, or if the channel has no form for it. Never raises."""
+        """Send a message to an address (T); None on success, or if the channel has no such messages. Never raises."""

@@ -17,7 +17,7 @@ CHANNELS: tuple[Channel, ...] = (slack, webhook, teams, mail, github, otlp)
 
 
 class Sent(NamedTuple):
-    """What a message to every channel came to: the keys of the channels that took it, and the failures."""
+    """The result of a message to every channel: the keys of the channels that took it, and the failures."""
 
     keys: list[str]
     failures: list[Failure]

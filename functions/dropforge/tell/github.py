@@ -22,7 +22,7 @@ from .values import Unreadable, value_of
 
 NAME = "github"
 MAX_DESCRIPTION = 140
-# The run or its spec is to blame for these failures; the others are errors of the place where it ran.
+# The run or its spec caused these failures; the place where it ran caused the others.
 _FAILURES = frozenset(
     {ErrorClass.CONFIG, ErrorClass.DATA, ErrorClass.CODE, ErrorClass.GATE, ErrorClass.PARITY, ErrorClass.OUT_OF_MEMORY,
      ErrorClass.DEADLINE, ErrorClass.BUDGET, ErrorClass.STUCK}

@@ -7,11 +7,13 @@ line with the ids have at most MAX_LINES lines together.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from dropforge.base.errors import ErrorClass
+from dropforge.base.figures import NOT_FINITE
 from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.money import short_endpoint
@@ -86,7 +88,7 @@ def state_news(record: Record, spec: JobSpec | None, settings: Settings, now: da
     if headline is None:
         return None
     lines = tuple(line for line in _lines(record, spec, settings, now) if line.text)
-    event, title = state_event(record, record.state, now), _title(record, headline)
+    event, title = state_event(record, record.state, settings, now), _title(record, headline)
     error_class = record.error.error_class if record.error else None
     return News(event, record.state, title, lines, settings.page_of(record.run), error_class)
 
@@ -94,7 +96,7 @@ def state_news(record: Record, spec: JobSpec | None, settings: Settings, now: da
 def notice_news(record: Record, notice: Notice, settings: Settings, now: datetime) -> News:
     """The message for a notice."""
     lines = (Line("", one_line(notice.text)),)
-    event, title = notice_event(record, notice, now), _title(record, notice.headline)
+    event, title = notice_event(record, notice, settings, now), _title(record, notice.headline)
     return News(event, record.state, title, lines, settings.page_of(record.run), tone=notice.tone)
 
 
@@ -111,7 +113,7 @@ def _title(record: Record, headline: str) -> str:
 def _lines(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[Line]:
     if record.state is RunState.ACCEPTED:
         budget = Line("budget", one_line(short_endpoint(spec)) if spec else "")
-        return [Line("from", one_line(record.source)), budget, _more(record, settings)]
+        return [Line("from", one_line(f"{record.submitter} {record.source}".strip())), budget, _more(record, settings)]
     if record.state is RunState.REJECTED:
         return [*_problems(record), Line("details", f"gs://{settings.runs_bucket}/runs/{record.run}/errors.json")]
     if record.state is RunState.TRAINING:
@@ -161,6 +163,8 @@ def _result(record: Record) -> str:
 
 def _number(value: float) -> str:
     """Whole and large numbers in full, other numbers with four digits."""
+    if not math.isfinite(value):
+        return NOT_FINITE
     if value == round(value) or abs(value) >= 10_000:
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
     return f"{value:.4g}"

@@ -49,16 +49,16 @@ def address_of(spec: JobSpec | None, settings: Settings) -> str | None:
 def send(context: Context, address: str, news: News) -> Failure | None:
     """Send the spans that have ended; None on success, or if there is nothing to send. Never raises.
 
-    The end of a run sends its trace. A notice after that end sends what has ended since then: the endpoint. A receiver
-    that is down is tried for GIVE_UP_AFTER: it is the deployment's, so all runs would wait for it, and the sweep with
-    them.
+    The end of a run sends its trace. A notice after that end sends the spans that have ended since then, such as the
+    endpoint. If the receiver is down, the run tries for GIVE_UP_AFTER and no longer: all runs of the deployment have
+    this receiver, so all of them, and the sweep, would wait for it.
     """
     if not news.state.is_terminal:
         return None
     failures: tuple[type[Exception], ...] = (*client_errors(), DropforgeError)
     try:
         record = _record(context, news)
-        if record.execution is None:  # nothing has begun: the spec was rejected, or its run cancelled at once
+        if record.execution is None:  # no stage has begun: the spec was rejected, or its run was cancelled at once
             return None
         ended = ended_spans(record, read_spans(context, record), after_end=news.is_notice)
         url, headers = context.cloud.clients.telemetry(address.rstrip("/"))

@@ -25,9 +25,11 @@ LIMIT_SECONDS = 10.0
 _READ_BYTES = 400  # of the answer
 _TRIED = 3  # addresses of a name
 _TLS_PORTS = {"https": 443, "smtps": 465, "smtp+starttls": 587}
-# Addresses that lead to another address: NAT64 and 6to4 (RFC 6052, 8215, 3056), and multicast.
-_DETOURS = tuple(map(IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")))
-_MULTICAST = IPv4Network("224.0.0.0/4"), IPv6Network("ff00::/8")
+# The only part of IPv6 that has the internet's addresses: IANA's registry "IPv6 Global Unicast Address Assignments".
+_INTERNET6 = IPv6Network("2000::/3")
+# The `is_global` of Python 3.11 is true for these, too: 6to4, whose addresses lead to another address (RFC 3056, 7526),
+# and addresses for documentation (RFC 9637).
+_NOBODYS = IPv6Network("2002::/16"), IPv4Network("192.88.99.0/24"), IPv6Network("3fff::/20")
 
 
 class Refused(Exception):
@@ -168,9 +170,9 @@ def is_public(address: str) -> bool:
     if isinstance(found, IPv6Address):
         if found.ipv4_mapped:
             return is_public(str(found.ipv4_mapped))
-        if any(found in network for network in _DETOURS):
+        if found not in _INTERNET6:
             return False
-    return found.is_global and not any(found.version == net.version and found in net for net in _MULTICAST)
+    return found.is_global and not found.is_multicast and not any(found in network for network in _NOBODYS)
 
 
 def _break(connection: socket.socket) -> None:

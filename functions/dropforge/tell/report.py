@@ -25,7 +25,7 @@ def report(record: Record, spec: JobSpec, now: datetime) -> dict[str, Any]:
 
 
 def _endpoint(record: Record, spec: JobSpec) -> dict[str, Any] | None:
-    """The endpoint with what a client of the OpenAI API takes, and what a request must bring."""
+    """The endpoint with the values for a client of the OpenAI API, and the token that a request needs."""
     if record.endpoint is None or spec.serve is None:
         return None
     calling = {"base_url": record.endpoint.base_url, "credential": spec.serve.credential}

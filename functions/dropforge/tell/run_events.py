@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.context import Context
@@ -23,17 +24,17 @@ def announce(context: Context, record: Record, state: RunState) -> None:
 
     Raises CloudError for a terminal state only: a failed event must delay neither the training nor its teardown.
     """
-    problem = publish(context, state_event(record, state, context.now()))
+    problem = publish(context, state_event(record, state, context.settings, context.now()))
     if problem and state.is_terminal:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
 def announce_notice(context: Context, record: Record, notice: Notice) -> bool:
     """Publish a run event for a notice; whether it was published."""
-    return not publish(context, notice_event(record, notice, context.now()))
+    return not publish(context, notice_event(record, notice, context.settings, context.now()))
 
 
-def state_event(record: Record, state: RunState, now: datetime) -> RunEvent:
+def state_event(record: Record, state: RunState, settings: Settings, now: datetime) -> RunEvent:
     """The run event for a state that the record has entered."""
     entered = next(t for t in reversed(record.history) if t.state is state)
     return RunEvent(
@@ -42,11 +43,12 @@ def state_event(record: Record, state: RunState, now: datetime) -> RunEvent:
         state=state,
         time=entered.time,
         name=record.name,
+        console_url=settings.page_of(record.run),
         details=_details(record, entered, now),
     )
 
 
-def notice_event(record: Record, notice: Notice, now: datetime) -> RunEvent:
+def notice_event(record: Record, notice: Notice, settings: Settings, now: datetime) -> RunEvent:
     """The run event for a notice."""
     return RunEvent(
         id=f"{record.run}/notice/{notice.key}",
@@ -55,6 +57,7 @@ def notice_event(record: Record, notice: Notice, now: datetime) -> RunEvent:
         time=now,
         name=record.name,
         notice=notice.key,
+        console_url=settings.page_of(record.run),
         details={"text": notice.text, "cost_usd": record.cost(now)},
     )
 
@@ -122,6 +125,8 @@ def publish(context: Context, event: RunEvent) -> str:
 
 def _details(record: Record, entered: Transition, now: datetime) -> dict[str, Any]:
     details: dict[str, Any] = {"source": record.source}
+    if record.submitter:
+        details["submitter"] = record.submitter
     if entered.attempt:
         details["attempt"] = entered.attempt
     if record.wait_reason:

@@ -33,7 +33,7 @@ class Account(NamedTuple):
 def deliver(url: str, emulator: str, to: tuple[str, ...], news: News, place: str) -> Failure | None:
     """Send one e-mail to all addresses; None on success. Never raises. `place` says in errors whose server it is.
 
-    If the server takes the message for some addresses only, it is not sent again, because these would get it twice.
+    If the server takes the message for only some addresses, it is not sent again: these addresses would get it twice.
     """
     try:
         account = account_of(url, emulator)

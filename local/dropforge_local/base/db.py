@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 _sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 Values = Sequence[Any] | Mapping[str, Any]
@@ -24,6 +26,8 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 class Database:
     """A SQLite connection with nestable transactions, after-commit callbacks and group fsync."""
+
+    _open: ClassVar[WeakSet[Database]] = WeakSet()
 
     def __init__(self, path: Path | str) -> None:
         self.connection = sqlite3.connect(path, isolation_level=None)
@@ -35,6 +39,8 @@ class Database:
         self._commits = self._synced = 0
         self._sync: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsync")
+        self._owner = threading.get_ident()
+        self._open.add(self)
         self._depth = 0
         self._after_commit: list[Callable[[], None]] = []
         self.on_commit: Callable[[str], None] = lambda moment: None  # a fault switch: crash.py
@@ -114,6 +120,13 @@ class Database:
     def close(self) -> None:
         self._thread.shutdown()
         self.connection.close()
+        self._open.discard(self)
+
+    @classmethod
+    def close_all_of_this_thread(cls) -> None:
+        """Close the databases that this thread has made: SQLite lets no other thread use them."""
+        for database in [database for database in cls._open if database._owner == threading.get_ident()]:
+            database.close()
 
 
 def _fsync(log: Path) -> None:

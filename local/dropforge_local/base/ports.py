@@ -12,8 +12,10 @@ import threading
 
 HOST = "127.0.0.1"  # no other machine reaches what the stack starts
 # The stack's own ports: below those that systems give to outgoing connections, which would take a port while its stack
-# is down. A stack keeps its ports at the next start.
-STACK_PORTS = range(10100, 15000)
+# is down. A stack keeps its ports at the next start. DROPFORGE_STACK_PORTS ("10100-14999") chooses others: stacks that
+# share no port cannot take each other's while they are down.
+_FIRST, _, _LAST = os.environ.get("DROPFORGE_STACK_PORTS", "10100-14999").partition("-")
+STACK_PORTS = range(int(_FIRST), int(_LAST) + 1)
 # The part of a range that a process keeps for itself before it gives its own ports a second time.
 SHARE = 4
 

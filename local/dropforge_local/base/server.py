@@ -1,9 +1,10 @@
-"""Serves every emulator on two loopback ports: HTTP (REST, callbacks) and gRPC."""
+"""Serves every emulator on loopback ports: HTTP (REST, callbacks), gRPC, and HTTPS for clients that refuse HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -13,6 +14,7 @@ import grpc
 from aiohttp import web
 
 from .browsers import refuse_pages
+from .db import Database
 from .errors import ApiError
 from .peers import Strangers
 from .ports import HOST, stack_port
@@ -93,6 +95,8 @@ class Server:
         self.kept_ports: dict[str, tuple[int, int]] = {}  # HTTP and gRPC port of callers, of an earlier start
         self.http_ports: dict[str, int] = {}
         self.grpc_ports: dict[str, int] = {}
+        self.tls: ssl.SSLContext | None = None  # with it, the HTTP routes also have a port for HTTPS: `tls_port`
+        self.tls_port = 0
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
         self.durable: Callable[[], Awaitable[None]] = _nothing  # every answer waits for it
 
@@ -130,14 +134,20 @@ class Server:
         site = web.TCPSite(self._runner, HOST, stack_port(self.http_port))
         await site.start()
         self.http_port = self._runner.addresses[0][1]
+        if self.tls is not None:
+            await web.TCPSite(self._runner, HOST, stack_port(0), ssl_context=self.tls).start()
+            self.tls_port = self._runner.addresses[-1][1]
         server, self.grpc_port = self._bind_grpc("", self.grpc_port)
         self._grpc_servers = [server]
         for caller in CALLERS if self.recorder or self.callers else ():
             http, grpc_port = self.kept_ports.get(caller, (0, 0))
-            await web.TCPSite(self._runner, HOST, stack_port(http)).start()
-            self.http_ports[caller] = self._runner.addresses[-1][1]
+            self.http_ports[caller] = await self._bind_http(caller, http)
             self._addresses[self.http_ports[caller]] = caller
-            server, self.grpc_ports[caller] = self._bind_grpc(caller, grpc_port)
+            try:
+                server, self.grpc_ports[caller] = self._bind_grpc(caller, grpc_port)
+            except OSError as error:
+                _tell_moved(caller, error)
+                server, self.grpc_ports[caller] = self._bind_grpc(caller, 0)
             self._grpc_servers.append(server)
         self.before_start()
         for server in self._grpc_servers:
@@ -170,6 +180,15 @@ class Server:
             return await handler(request)
 
         return enter
+
+    async def _bind_http(self, caller: str, port: int) -> int:
+        """Open a caller's port, or another port if a program has taken it since the last start."""
+        try:
+            await web.TCPSite(self._runner, HOST, stack_port(port)).start()
+        except OSError as error:
+            _tell_moved(caller, error)
+            await web.TCPSite(self._runner, HOST, stack_port(0)).start()
+        return int(self._runner.addresses[-1][1])
 
     def _bind_grpc(self, caller: str, port: int) -> tuple[grpc.aio.Server, int]:
         recording = [self.recorder.interceptor(caller)] if self.recorder and caller else []
@@ -234,6 +253,11 @@ class _Around(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(stream, *coders)
 
 
+def _tell_moved(caller: str, error: OSError) -> None:
+    # A container of the earlier start still calls the old port. It fails, and the control plane tries it again.
+    log.warning("the port of %s is taken (%s); it gets another port", caller, error)
+
+
 async def _nothing() -> None:
     """For emulators without a database, or that need no durability."""
 
@@ -241,7 +265,8 @@ async def _nothing() -> None:
 class BackgroundServer:
     """A server on the event loop of a separate thread, for tests and benchmarks that are not asynchronous.
 
-    `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
+    `build` runs on that thread (SQLite connections belong to it) and returns the emulators. The databases that it opens
+    are closed at the end.
     """
 
     def __init__(
@@ -271,6 +296,7 @@ class BackgroundServer:
             self.call(self.server.stop())
         finally:
             self.call(_end_other_tasks())
+            self._loop.call_soon_threadsafe(Database.close_all_of_this_thread)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()

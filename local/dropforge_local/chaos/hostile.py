@@ -70,7 +70,7 @@ class Hostile:
         self._run = run
         self._attempt = attempt
         self._key = key
-        self._boundary = Boundary(boundary(bucket, run, self._spec(), is_server=False)) if bounded else None
+        self._boundary = Boundary(boundary(bucket, run, self._spec(), is_trainer=True)) if bounded else None
         self._draw = random.Random(f"hostile {world.history.seed} {run} {attempt}")
 
     def begin(self, others: Callable[[], list[str]], is_over: Callable[[], bool]) -> None:

@@ -238,7 +238,7 @@ class ModelTarget:
     def region(self, deployment: Any) -> str:
         return "us-central1"
 
-    def price(self, spec: JobSpec, placement: int = 0) -> HourlyPrice:
+    def price(self, spec: JobSpec, placement: int | None = 0) -> HourlyPrice:
         return HourlyPrice(1.0, None, "the model")
 
     def resources(self, wanted: Any) -> list[Resource]:

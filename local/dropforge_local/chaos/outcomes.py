@@ -22,6 +22,7 @@ CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, an
 START_SECONDS = 1200.0  # the default of startup_timeout
 FUNCTION_SECONDS = 540.0  # the time-out of a function
 LOST_REPLY_SECONDS = 60.0  # a client waits so long at most for a reply that is lost
+LOST_SECONDS = 400.0  # the longest time until Kubernetes deletes the pod of a lost node (nodes.py)
 UNTOLD_SECONDS = 1200.0  # the longest pauses between two tries to end a run
 DELETION_SECONDS = 1800.0  # of a cluster
 
@@ -94,7 +95,8 @@ def cancel_is_prompt(life: Life) -> Iterator[tuple[float, str]]:
     under_way = [m for m in life.machines if (asked := m.deletion_request()) and asked.time < acted]
     since = max([request.time, *(m.gone.time if m.gone else life.end.time for m in under_way)])
     due = since + CANCEL_SECONDS
-    due += life.delay(request.time - CHECK_SECONDS, due)
+    while (later := since + CANCEL_SECONDS + life.delay(request.time - CHECK_SECONDS, due)) > due:
+        due = later  # in the time of one fault, another fault may begin
     if acted > due:
         yield (
             due,
@@ -172,21 +174,25 @@ def cost_is_true(life: Life) -> Iterator[tuple[float, str]]:
     """The record charges an attempt for the time in which its machines were paid for, within one or two looks.
 
     A machine that is lost between two looks may stay unseen. The time since an attempt was last seen waiting counts.
+    Kubernetes shows a pod as running for some minutes after its node is lost.
     """
     uses = list(training_uses(life)) if life.valid else []
     for attempt in life.last.get("attempts", []):
-        own = [use for use in uses if use.machine.attempt == attempt["number"] and not life.is_stray(use.machine)]
+        every = [use for use in uses if use.machine.attempt == attempt["number"]]
+        own = [use for use in every if not life.is_stray(use.machine)]
         if attempt["ended"] is None or any(life.serves(use.machine) for use in own):
             continue
         charged, ended = _charged(attempt), seconds_of(attempt["ended"])
         paid = sum(max(0.0, min(use.until, ended) - use.since) * use.machine.share for use in own)
-        whole = max((use.until for use in own), default=0.0) - min((use.since for use in own), default=0.0)
+        # A resource that a call created late may be the one that the attempt then finds.
+        whole = max((use.until for use in every), default=0.0) - min((use.since for use in every), default=0.0)
         started = seconds_of(attempt["started"])
         delay = life.delay(started - CHECK_SECONDS, ended)
         unseen = CHECK_SECONDS if charged < SLACK_SECONDS else 0.0
         if charged < paid - SLACK_SECONDS - unseen - delay:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but was paid for {paid:.0f} s"
-        if charged > whole + 2 * CHECK_SECONDS + SLACK_SECONDS + delay:
+        shown = LOST_SECONDS if attempt["number"] in life.silenced else 0.0
+        if charged > whole + shown + 2 * CHECK_SECONDS + SLACK_SECONDS + delay:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but ran {whole:.0f} s"
 
 

@@ -1,4 +1,4 @@
-"""Workflows and its Executions API: the engine's own interpreter runs run.workflows.yaml under the virtual clock.
+"""Workflows and its Executions API: the engine's own interpreter runs a workflow under the virtual clock.
 
 At every wait the whole state of an execution goes through a snapshot, so that a restarted engine continues from the
 snapshot. For a request in flight, a random draw decides: the engine sends it again, or the connection breaks.
@@ -50,7 +50,10 @@ Post = Callable[[str, dict[str, Any], Callable[[Reply], None]], None]
 
 @dataclass
 class Execution:
-    """An execution. `waits` has its waits by thread; `early` has the early requests to its callbacks, by ref."""
+    """An execution. `waits` has its waits by thread; `early` has the early requests to its callbacks, by ref.
+
+    `run` is the run, or the rollout, that the execution carries out.
+    """
 
     id: str
     run: str
@@ -68,11 +71,16 @@ class Execution:
 
 
 class Workflows:
-    """The service. `post` calls a function and passes its answer on."""
+    """The service, with one workflow. `post` calls a function and passes its answer on.
 
-    def __init__(self, world: World, post: Post) -> None:
+    `subject` is the field of an argument that names the run, or the rollout.
+    """
+
+    def __init__(self, world: World, post: Post, source: Path = SOURCE, subject: str = "run") -> None:
         self.world = world
         self.post = post
+        self.source = source
+        self.subject = subject
         self.executions: dict[str, Execution] = {}
         self.epoch = 0
 
@@ -182,7 +190,7 @@ class Workflows:
         argument = json.loads(requested.argument)
         id_ = f"e{self.world.id():04d}"
         machine = self._machine(f"{WORKFLOW}/executions/{id_}")
-        execution = Execution(id_, argument["run"], dict(requested.labels), self.world.now, machine)
+        execution = Execution(id_, argument[self.subject], dict(requested.labels), self.world.now, machine)
         self.executions[id_] = execution
         self.world.fact("execution", id=id_, run=execution.run)
         machine.start(argument)
@@ -192,7 +200,7 @@ class Workflows:
     def _machine(self, name: str) -> Machine:
         environment = {"FUNCTIONS_URL": FUNCTIONS_URL, "GOOGLE_CLOUD_WORKFLOW_EXECUTION_ID": name.rsplit("/", 1)[1]}
         return Machine(
-            program(),
+            program(self.source),
             execution=name,
             environment=environment,
             callback_base_url=CALLBACKS_URL,
@@ -275,11 +283,11 @@ class Workflows:
             start_time=datetime.fromtimestamp(execution.started, UTC),
             create_time=datetime.fromtimestamp(execution.started, UTC),
             state=executions_v1.Execution.State[execution.state],
-            argument=json.dumps({"run": execution.run}),
+            argument=json.dumps({self.subject: execution.run}),
         )
 
 
 @cache
-def program() -> Program:
+def program(source: Path = SOURCE) -> Program:
     """The compiled workflow."""
-    return compile_source(SOURCE.read_text(encoding="utf-8"), Limits())[0]
+    return compile_source(source.read_text(encoding="utf-8"), Limits())[0]

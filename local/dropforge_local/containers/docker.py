@@ -1,8 +1,8 @@
 """`docker` on an emulated machine: an image is read from its Dockerfile, a container is a child process.
 
 Supports `login`, `pull`, `run` in the foreground, `stop`, `rm`, and `inspect` of a container's end, with the options
-that make sense here; refuses everything else. Exit codes as Docker's: 125 when Docker fails, else the
-container's exit code.
+that make sense here; refuses everything else. `shut-down` stands for the end of the daemon, which stops all
+containers. Exit codes as Docker's: 125 when Docker fails, else the container's exit code.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def run(root: Path, options: argparse.Namespace) -> int:
     points = dict(_mount_points(options.volume))
     with _directory(root, name, keep=not options.rm) as directory:
         env = {**platform, **dict(_variables(options.env))}
+        (directory / "stop-timeout").write_text(str(options.stop_timeout))
         process = image.unpack(directory / "rootfs", (), options.words, env, mounts=points)
         inherited = {key: os.environ[key] for key in INHERITED if key in os.environ}
         home = directory / "home"
@@ -113,13 +114,28 @@ def run(root: Path, options: argparse.Namespace) -> int:
 
 def stop(root: Path, options: argparse.Namespace) -> int:
     _pid(root, options.name)
-    _signal_container(root, options.name, signal.SIGTERM)
-    deadline = time.monotonic() + options.time
-    while _is_running(root, options.name) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    _signal_container(root, options.name, signal.SIGKILL)
+    _end(root, {options.name: options.time})
     print(options.name)
     return 0
+
+
+def shut_down(root: Path, options: argparse.Namespace) -> int:
+    """Stop every container as dockerd does at its own SIGTERM: each has its `run --stop-timeout`, or 10 s."""
+    running = [path for path in _containers(root).glob("*") if _is_running(root, path.name)]
+    _end(root, {path.name: float((path / "stop-timeout").read_text()) for path in running})
+    return 0
+
+
+def _end(root: Path, patience: Mapping[str, float]) -> None:
+    """Send SIGTERM to containers, and SIGKILL to each that runs after its seconds in `patience`."""
+    for name in patience:
+        _signal_container(root, name, signal.SIGTERM)
+    began = time.monotonic()
+    while running := [name for name in patience if _is_running(root, name)]:
+        for name in running:
+            if time.monotonic() >= began + patience[name]:
+                _signal_container(root, name, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def remove(root: Path, options: argparse.Namespace) -> int:
@@ -255,6 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "pull", pull, "image").add_argument("--quiet", "-q", action="store_true")
     _add_run(commands)
     _command(commands, "stop", stop, "name").add_argument("--time", "-t", type=float, default=STOP_SECONDS)
+    commands.add_parser("shut-down").set_defaults(command=shut_down)
     _command(commands, "rm", remove, "name").add_argument("--force", "-f", action="store_true")
     _command(commands, "inspect", inspect, "name").add_argument("--format", "-f", choices=[STATE], required=True)
     return parser
@@ -270,7 +287,8 @@ def _add_run(commands: Any) -> None:
     # Accepted without effect: containers are not isolated here.
     for flag in ("--privileged", "--init"):
         parser.add_argument(flag, action="store_true")
-    for option in ("--network", "--net", "--shm-size", "--stop-timeout", "--log-driver", "--user"):
+    parser.add_argument("--stop-timeout", type=float, default=STOP_SECONDS)
+    for option in ("--network", "--net", "--shm-size", "--log-driver", "--user"):
         parser.add_argument(option)
 
 

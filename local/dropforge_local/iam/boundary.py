@@ -1,7 +1,8 @@
 """Credential Access Boundaries: the most that a token of the Security Token Service may do.
 
-https://cloud.google.com/iam/docs/downscoping-short-lived-credentials (2026-11-24): up to 10 rules, each for a bucket,
-with the roles whose permissions it leaves, and an optional condition on the name of an object or the prefix of a list.
+https://cloud.google.com/iam/docs/reference/sts/rest/v1/AccessBoundary (2026-11-26): up to 10 rules, each for a bucket,
+with the roles whose permissions it leaves, and an optional condition on the name of an object or the prefix of a list,
+of up to 2,048 characters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .conditions import Resource, Unsupported, compile_condition
 from .roles import known_roles
 
 MOST_RULES = 10
-MOST_CHARACTERS = 2048  # of the JSON of the boundary: functions/dropforge/stages/access.py says where this is from
+MOST_CHARACTERS = 2048  # of an expression
 _RESOURCE = "//storage.googleapis.com/projects/_/buckets/"
 _ROLE = "inRole:"
 
@@ -39,8 +40,6 @@ class Boundary:
         rules = document.get("accessBoundary", {}).get("accessBoundaryRules")
         if not isinstance(rules, list) or not 1 <= len(rules) <= MOST_RULES:
             raise ValueError(f"accessBoundary.accessBoundaryRules has not 1 to {MOST_RULES} rules")
-        if len(json.dumps(document["accessBoundary"], separators=(",", ":"))) > MOST_CHARACTERS:
-            raise ValueError(f"accessBoundary has more than {MOST_CHARACTERS} characters")
         self._rules = [_rule(rule) for rule in rules]
 
     def allows(self, permission: str, resource: Resource) -> bool:
@@ -65,6 +64,8 @@ def _rule(rule: Mapping[str, Any]) -> _Rule:
     ):
         raise ValueError(f"availablePermissions is {roles!r}; expected {_ROLE} and a role of roles.yaml")
     expression = rule.get("availabilityCondition", {}).get("expression", "true")
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"an expression of {len(expression)} characters; expected at most {MOST_CHARACTERS}")
     try:
         condition = compile_condition(expression)
     except Unsupported as error:

@@ -21,6 +21,9 @@ _PLACE = "projects/{project}/locations/{location}"
 _ON: Mapping[str, str] = {
     "google_artifact_registry_repository_iam_member": f"{_PLACE}/repositories/{{repository}}",
     "google_cloud_run_v2_service_iam_member": f"{_PLACE}/services/{{name}}",
+    "google_iap_web_cloud_run_service_iam_member": (
+        "projects/{project}/iap_web/cloud_run-{location}/services/{cloud_run_service_name}"
+    ),
     "google_project_iam_member": "",
     "google_pubsub_subscription_iam_member": "projects/{project}/subscriptions/{subscription}",
     "google_pubsub_topic_iam_member": "projects/{project}/topics/{topic}",

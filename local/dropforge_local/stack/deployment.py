@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from dropforge_local.base.ports import HOST
 
 PROJECT, LOCATION = "local-project", "us-central1"
 IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
@@ -14,7 +17,7 @@ CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # 
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
 WORKFLOW, ROLLOUT_WORKFLOW = "dropforge-run", "dropforge-rollout"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
-OPERATIONS = "dropforge-operations"
+OPERATIONS, CONSOLE = "dropforge-operations", "dropforge-console"
 CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")  # var.client_ranges
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
@@ -24,6 +27,7 @@ TELEMETRY_API = "https://telemetry.googleapis.com"
 # and each secret that a user creates.
 VARIABLES: dict[str, Any] = {
     "cluster_regions": [LOCATION],
+    "console_viewers": ["domain:example.com"],
     "data_buckets": ["*"],
     "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
@@ -56,7 +60,18 @@ def triggers() -> Iterator[FunctionTrigger]:
     yield FunctionTrigger("on-spec-deleted", "on_spec_deleted", deleted, {"bucket": SPECS_BUCKET})
     yield FunctionTrigger("on-spec-message", "on_spec_message", published, {"topic": f"{topics}/{REQUESTS}"})
     yield FunctionTrigger("on-operation", "on_spec_message", published, {"topic": f"{topics}/{OPERATIONS}"})
+    yield FunctionTrigger("on-console", "on_spec_message", published, {"topic": f"{topics}/{CONSOLE}"})
     yield FunctionTrigger("on-job-event", "on_job_event", published, {"topic": f"{topics}/{JOB_EVENTS}"})
+
+
+def dead_letter(trigger: str) -> str:
+    """The name of a trigger's dead-letter topic and of its subscription."""
+    return f"dropforge-{trigger}-dead-letter"
+
+
+def dead_letters() -> list[str]:
+    """The subscriptions with the events that no function could handle."""
+    return [dead_letter(trigger.name) for trigger in triggers()]
 
 
 def cluster_objects() -> Iterator[dict[str, Any]]:
@@ -91,6 +106,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "TPU_EMULATOR_HOST": http,
         "COMPUTE_EMULATOR_HOST": http,
         "STS_EMULATOR_HOST": http,
+        "METADATA_EMULATOR_HOST": http,
         "WORKFLOWS_EMULATOR_HOST": grpc,
         "SLACK_EMULATOR_HOST": http,
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
@@ -105,6 +121,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_ROLLOUT_WORKFLOW": ROLLOUT_WORKFLOW,
         "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
         "DROPFORGE_OPERATIONS_TOPIC": OPERATIONS,
+        "DROPFORGE_CONSOLE_TOPIC": CONSOLE,
         "DROPFORGE_DATA_BUCKETS": ",".join(VARIABLES["data_buckets"]),
         "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
         "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
@@ -117,6 +134,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
         "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
         "DROPFORGE_ENDPOINT_KEY_SECRET": ENDPOINT_KEY_SECRET,
+        "DROPFORGE_DEAD_LETTER_SUBSCRIPTIONS": ",".join(dead_letters()),
         "DROPFORGE_OTLP_ENDPOINT": TELEMETRY_API,
         "DROPFORGE_TOKEN_COMMAND": "dropforge token",
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event is noticed quickly here
@@ -151,6 +169,23 @@ def kubeconfig(server: str, authority: str, token: str) -> str:
         "contexts": [{"name": CLUSTER_NAME, "context": context}],
     }
     return json.dumps(config, indent=2)
+
+
+def boto(port: int, authority: Path) -> str:
+    """A configuration of gsutil. Its endpoint options speak https alone (gslib/gcs_json_api.py, gsutil 5.34).
+
+    https://cloud.google.com/storage/docs/boto-gsutil. `authority` is the PEM file of the server's authority.
+    """
+    return f"""[Credentials]
+gs_json_host = {HOST}
+gs_json_port = {port}
+
+[Boto]
+ca_certificates_file = {authority}
+
+[GSUtil]
+default_project_id = {PROJECT}
+"""
 
 
 def account_of(caller: str) -> str:

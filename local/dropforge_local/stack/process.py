@@ -39,6 +39,7 @@ from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
 from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
+from dropforge_local.emulators.kubernetes.certificates import make_certificates, server_context
 from dropforge_local.emulators.monitoring import MonitoringEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
@@ -70,6 +71,7 @@ from .console_process import ConsoleProcess
 from .crash import CrashSwitch
 from .deployment import (
     CLUSTER,
+    CONSOLE,
     ENDPOINT_KEY_SECRET,
     JOB_EVENTS,
     LOCATION,
@@ -92,7 +94,10 @@ from .tokens import Tokens
 log = logging.getLogger(__name__)
 
 ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # the recorded caller of each service account
-EVENTS, SCHEDULER, WORKFLOWS = "events", "scheduler", "workflow"  # accounts that call functions
+# Accounts that call functions.
+EVENTS, SCHEDULER, WORKFLOWS, CONSOLE_ACCOUNT = "events", "scheduler", "workflow", "console"
+DELIVERY_ATTEMPTS = 20  # var.max_delivery_attempts
+DEAD_LETTERS = {"messageRetentionDuration": "1209600s", "ackDeadlineSeconds": 60, "expirationPolicy": {}}  # topics.tf
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
@@ -116,6 +121,8 @@ class Stack:
         is_open = self.config.users == ALL
         self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers, is_open=is_open)
         self._server.durable = self.db.durable
+        self._certificates = make_certificates("stack")
+        self._server.tls = server_context(self._certificates)
         if (kept := state / "addresses.json").exists():  # containers outlive the stack and keep their addresses
             self._server.kept_ports = json.loads(kept.read_text())
 
@@ -172,7 +179,7 @@ class Stack:
             authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
-        self.monitoring = MonitoringEmulator(self.cloudrun.counts)
+        self.monitoring = MonitoringEmulator(self.cloudrun.counts, self.pubsub, deployment.dead_letters())
         self.compute = ComputeEmulator(
             self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
         )
@@ -259,16 +266,26 @@ class Stack:
         server = f"https://{HOST}:{self.kubernetes.port_of(CLUSTER)}"
         return deployment.kubeconfig(server, self.kubernetes.authority_of(CLUSTER), self._token())
 
+    def write_client_files(self) -> None:
+        """The configurations of kubectl and gsutil, with the addresses of this start."""
+        authority = self.state / "authority.pem"
+        replace_file(authority, self._certificates.authority)
+        replace_file(self.state / "boto", deployment.boto(self._server.tls_port, authority))
+        replace_file(self.state / "kubeconfig", self.kubeconfig())
+
     def _token(self, caller: str = "") -> str:
         return self.identity.token("OAuth2", CLOUD_PLATFORM, caller)
 
     def _platform_environment(self, account: str) -> dict[str, str]:
-        """The addresses of the APIs and of the metadata server, and a token, for the service account of a container."""
+        """The addresses of the APIs and of the metadata server, and a token, for the service account of a container.
+
+        No machine of the stack has a GPU: the CPU stands in, which containers/train_trl refuses elsewhere.
+        """
         caller = _caller_of(account)
         http, grpc = self._server.addresses(caller)
         metadata = http.removeprefix("http://")
         shared = deployment.libraries_environment(http, grpc, self._token(caller))
-        return {**shared, "GCE_METADATA_HOST": metadata, "GCE_METADATA_IP": metadata}
+        return {**shared, "GCE_METADATA_HOST": metadata, "GCE_METADATA_IP": metadata, "DROPFORGE_CPU_STANDS_IN": "1"}
 
     def _machine_environment(self, account: str) -> dict[str, str]:
         """Like `_platform_environment`, for TPU machines, whose script publishes over REST."""
@@ -300,7 +317,7 @@ class Stack:
         replace_file(self.state / "addresses.json", json.dumps(kept))
         for bucket in (SPECS_BUCKET, RUNS_BUCKET):
             self.storage.create_bucket(bucket)
-        for topic in (REQUESTS, OPERATIONS, JOB_EVENTS, RUN_EVENTS):
+        for topic in (REQUESTS, OPERATIONS, CONSOLE, JOB_EVENTS, RUN_EVENTS):
             self.pubsub.create_topic(f"projects/{PROJECT}/topics/{topic}")
         self.gke.ensure_cluster(CLUSTER)
         self.kubernetes.ensure_objects(CLUSTER, deployment.cluster_objects())
@@ -308,7 +325,12 @@ class Stack:
         if not self.secrets.has_secret(ENDPOINT_KEY_SECRET):  # a restart keeps the key that the servers have read
             self.secrets.set_secret(ENDPOINT_KEY_SECRET, secrets.token_urlsafe(32).encode())
         for name, function, event_type, filters in deployment.triggers():
-            self.eventarc.ensure_trigger(Trigger(name, event_type, filters, self.functions_url + function))
+            dead = deployment.dead_letter(name)
+            topic = f"projects/{PROJECT}/topics/{dead}"
+            self.pubsub.create_topic(topic)
+            self.pubsub.create_subscription(f"projects/{PROJECT}/subscriptions/{dead}", topic, DEAD_LETTERS)
+            url, attempts = self.functions_url + function, DELIVERY_ATTEMPTS
+            self.eventarc.ensure_trigger(Trigger(name, event_type, filters, url, topic, attempts))
         for workflow, file in ((WORKFLOW, "run"), (ROLLOUT_WORKFLOW, "rollout")):
             source = (ROOT / "workflows" / f"{file}.workflows.yaml").read_text()
             name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{workflow}"
@@ -323,7 +345,7 @@ class Stack:
         if self.callers is None:
             return None
         functions = entry_points()
-        callers = (EVENTS, SCHEDULER, WORKFLOWS, *ROLES.values(), *functions)
+        callers = (EVENTS, SCHEDULER, WORKFLOWS, CONSOLE_ACCOUNT, *ROLES.values(), *functions)
         services = {name: deployment.function_service(name) for name in functions}
         return {
             name: [caller for caller in callers if self.callers.named(caller).may(INVOKE, service)]
@@ -368,7 +390,7 @@ async def serve(
     info = await stack.start()
     addresses = (info.http, info.grpc, info.functions, info.console)
     replace_file(state / "ports.json", json.dumps([_port(address) for address in addresses]))
-    replace_file(state / "kubeconfig", stack.kubeconfig())
+    stack.write_client_files()
     replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -70,7 +70,8 @@ class Tokens(PassiveEmulator):
             raise ApiError("INVALID_ARGUMENT", "non-empty audience parameter required")
         account = current.get()
         email = account.email if account else ""
-        token = self._identity.token("OIDC", audience, self._caller_of(email), email)
+        caller = self._caller_of(email) or call.headers.get(HEADER, "")
+        token = self._identity.token("OIDC", audience, caller, email)
         return web.Response(text=token, headers={"Metadata-Flavor": "Google"})
 
 

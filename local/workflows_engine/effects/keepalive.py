@@ -8,6 +8,7 @@ as long. This client does keep-alive, Content-Length and chunked bodies, gzip, r
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.parse
 import zlib
 from collections import deque
@@ -23,6 +24,7 @@ from .http import HttpRequest, HttpResponse, connection_broke, connection_failed
 MAX_HEAD: Final = 256 * 1024
 MAX_REDIRECTS: Final = 10
 IDLE_SECONDS: Final = 1.0  # gunicorn closes after 2 s idle; a POST that meets the close must not be sent again
+_HEX = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class PooledTransport:
@@ -182,7 +184,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_result(response)
 
     def _fail(self, reason: str) -> None:
-        self.is_reusable = False
+        self.close()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(_Closed(reason, is_untouched=not self._buffer))
 
@@ -200,6 +202,8 @@ class _Connection(asyncio.Protocol):
             chunks = _dechunk(body, start, self._response_bytes)
             return None if chunks is None else HttpResponse(status, headers, self._bounded(chunks))
         if (length := headers.get("Content-Length")) is not None:
+            if not (length.isascii() and length.isdigit()):  # int() takes "-1", "+1" and "1_0", too
+                raise ValueError(f"its Content-Length is {length[:20]!r}; expected digits")
             size = int(length)
             if size > self._response_bytes:
                 size = self._response_bytes + 1  # a byte over the limit makes the caller refuse the response
@@ -233,6 +237,8 @@ class _Connection(asyncio.Protocol):
             return self._parse_head()
         pairs = (line.partition(":") for line in lines[1:])
         headers = join_headers((name.strip(), value.strip()) for name, _, value in pairs)
+        if "Content-Length" in headers and "Transfer-Encoding" in headers:  # where does the body end?
+            raise ValueError("it has both Content-Length and Transfer-Encoding")
         keep = headers.get("Connection", "").lower()
         if "close" in keep or (version == "HTTP/1.0" and "keep-alive" not in keep):
             self.is_reusable = False
@@ -241,13 +247,16 @@ class _Connection(asyncio.Protocol):
 
 
 def _dechunk(buffer: bytearray, at: int, limit: int) -> bytes | None:
-    """A chunked body if it is complete or over the limit, else None."""
+    """A chunked body if it is complete or over the limit, else None. Raises ValueError for a size that is no number."""
     body = bytearray()
     while True:
         line = buffer.find(b"\r\n", at)
         if line < 0:
             return None
-        size = int(bytes(buffer[at:line]).split(b";")[0], 16)
+        digits = bytes(buffer[at:line]).split(b";")[0].rstrip()
+        if not _HEX.fullmatch(digits):
+            raise ValueError(f"the size of a chunk is {digits[:20]!r}; expected hexadecimal digits")
+        size = int(digits, 16)
         at = line + 2
         if size == 0:  # trailers, then an empty line
             return bytes(body) if buffer.find(b"\r\n\r\n", line) == line or buffer.find(b"\r\n\r\n", at) >= 0 else None

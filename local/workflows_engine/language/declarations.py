@@ -14,11 +14,13 @@ from .source import Node
 class Declarations:
     """Declares variables in the order of the text, and reports assignments to variables that are not shared."""
 
-    def __init__(self, codes: dict[str, Code], problem: Callable[[str, Node, str], None]) -> None:
+    def __init__(self, codes: dict[str, Code], problem: Callable[..., None]) -> None:
         self.scopes: dict[int, Scope] = {}
         self._codes = codes
         self._problem = problem
         self._loop_variables: dict[int, set[str]] = {}
+        # The variables that were first assigned in the tries of the except blocks around the present step.
+        self._created_by_try: frozenset[str] = frozenset()
         self._step = ""
 
     def routine(self, routine: syntax.Routine) -> None:
@@ -66,6 +68,12 @@ class Declarations:
             if target.path:
                 self._problem(f"symbol '{target.name}' is neither a variable nor a sub-workflow name", node, self._step)
             scope.declare(target.name)
+        elif target.name in self._created_by_try:
+            message = (
+                f"variable '{target.name}' is first assigned in the try; what an except block creates exists only "
+                f"there: assign '{target.name}' before the try"
+            )
+            self._problem(message, node, self._step, severity="warning")
 
     def _loop(self, loop: syntax.For, scope: Scope, path: str) -> None:
         self.scopes[id(loop)] = scope
@@ -87,13 +95,17 @@ class Declarations:
         return False
 
     def _try(self, action: syntax.Try, scope: Scope, path: str) -> None:
+        known = set(scope.names)
         self._steps(action.steps, scope, path)
         if action.handler is not None:
+            outer = self._created_by_try
+            self._created_by_try = outer | (scope.names.keys() - known)
             inner = Scope(scope.code, f"{path}/except", scope)
             self.scopes[id(action.handler)] = inner
             if action.handler.variable:
                 inner.declare(action.handler.variable)
             self._steps(action.handler.steps, inner, path)
+            self._created_by_try = outer
 
     def _parallel(self, action: syntax.Parallel, scope: Scope, path: str) -> None:
         shared = frozenset(name for name, _ in action.shared)

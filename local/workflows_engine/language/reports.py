@@ -34,6 +34,6 @@ class Reports:
         message = f"{self._activity}: {message}" if self._activity else message
         self.problems.append(Problem(message, node.line, node.column + offset, self._step, severity))
 
-    def step_problem(self, message: str, node: Node, step: str) -> None:
+    def step_problem(self, message: str, node: Node, step: str, severity: str = "error") -> None:
         """Report a mistake in a step by the step's name."""
-        self.problems.append(Problem(message, node.line, node.column, step))
+        self.problems.append(Problem(message, node.line, node.column, step, severity))

@@ -20,7 +20,15 @@ from containers.common.job import Job
 from containers.common.model import check_servable
 from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
-from containers.common.report import PROGRESS_MOST_SECONDS, PROGRESS_SECONDS, PROGRESS_STEPS, ProgressMeter, Reporter
+from containers.common.report import (
+    PROGRESS_MOST_SECONDS,
+    PROGRESS_SECONDS,
+    PROGRESS_STEPS,
+    Load,
+    ProgressMeter,
+    Reporter,
+    resident_mib,
+)
 from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import Clients
@@ -157,7 +165,7 @@ def test_sequences_grow_even_within_a_millisecond() -> None:
 
 def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
     reporter = Recorder()
-    meter = ProgressMeter(reporter, total_steps=50)
+    meter = ProgressMeter(reporter, total_steps=50, load=lambda: Load(7, resident_mib(), 0.5))
     meter.begin(0, 0)
     meter.note(0.5, 1e-3)
     for step in range(1, 51):
@@ -167,6 +175,23 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
     assert {event.loss for event in sent} == {0.5}
     assert sent[-1].eta_seconds == 0
     assert all(event.tokens_per_second > 0 for event in sent)
+    assert {event.accelerator_busy for event in sent} == {0.5}
+    assert all(event.accelerator_mib == 7 and 10 < event.host_mib < 10_000 for event in sent)
+
+
+def test_a_held_out_loss_is_reported_at_once_and_its_time_is_no_training() -> None:
+    now, reporter = 0.0, Recorder()
+    meter = ProgressMeter(reporter, total_steps=100, clock=lambda: now)
+    meter.begin(0, 0)
+    for step in range(1, 20):
+        now += 0.1
+        if step == 7:
+            now += 5.0
+            meter.note_held_out(0.25, 5.0)
+        meter.step(step, step * 10, None)
+    sent: list[Any] = reporter.sent
+    assert [(event.step, event.held_out_loss) for event in sent] == [(7, 0.25)]
+    assert sent[0].tokens_per_second == pytest.approx(100)
 
 
 @pytest.mark.parametrize(("hours", "most"), [(0.1, 200), (2, 700), (10, 1700)])

@@ -62,6 +62,39 @@ def test_plain_text_stays_text() -> None:
     assert (row.messages, row.text) == ((), "once upon a time")
 
 
+FORMATS = Path(__file__).parents[3] / "docs" / "data-formats.md"
+ASKED = {"role": "user", "content": "The lamp arrived broken"}
+SYSTEM = {"role": "system", "content": "Name the team."}
+
+
+@pytest.mark.parametrize(
+    ("heading", "prompt", "learnt"),
+    [
+        (
+            "Columns: your own names",
+            [SYSTEM, {"role": "user", "content": "Product: lamp\nThe lamp arrived broken"}],
+            "returns",
+        ),
+        ("Prompt and completion", [{"role": "user", "content": "Which team? The lamp arrived broken"}], "returns"),
+        ("Messages: conversations", [SYSTEM, ASKED], "returns"),
+        ("Text", [], "The team returns handles lamps that arrive broken."),
+    ],
+)
+def test_the_examples_of_the_page_teach_what_the_page_says(heading: str, prompt: list[Any], learnt: str) -> None:
+    section = FORMATS.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    first, *templates = re.findall(r"```json\n(.*?)```", section, re.S)
+    spec = {name: value for template in templates for name, value in json.loads(f"{{{template}}}").items()}
+    row = only([json.loads(first)], dataset(**spec))
+    assert (list(row.messages[:-1]), row.text or row.answer) == (prompt, learnt)
+
+
+def test_every_form_of_the_page_has_an_example() -> None:
+    sections = re.findall(r"^## (.*)$", FORMATS.read_text(), re.M)
+    assert sections == [
+        "Columns: your own names", "Prompt and completion", "Messages: conversations", "Text", "What is refused",
+    ]  # fmt: skip
+
+
 def test_a_template_that_names_a_missing_column_says_which_there_are() -> None:
     columns = {"prompt": "{question}", "completion": "{sql}"}
     with pytest.raises(JobError, match="names the column 'sql'; the data set has question, answer") as caught:
@@ -105,7 +138,7 @@ def test_no_rows_at_all() -> None:
 
 
 def test_too_few_rows_to_hold_one_out() -> None:
-    with pytest.raises(JobError, match=r"holdout_fraction 0\.05 of 12 rows.*expected at least 21 rows"):
+    with pytest.raises(JobError, match=r"holdout_fraction 0\.05 of 12 rows.*expected at least 20 rows"):
         prepare(pairs(12), PLAIN, Evaluation(), seed=0)
 
 
@@ -168,6 +201,34 @@ def test_malformed_lines_are_named(tmp_path: Path, content: bytes, message: str)
     path.write_bytes(content)
     with pytest.raises(JobError, match=message):
         rows._READERS[".jsonl"](path)
+
+
+def test_a_field_of_a_csv_may_be_long_but_not_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(f"a,b\n1,{'x' * 200_000}\n")
+    (row,) = rows._READERS[".csv"](path)
+    assert len(row["b"]) == 200_000
+    monkeypatch.setattr(rows, "MAX_CSV_FIELD", 1000)
+    with pytest.raises(JobError, match="line 2 of the data set has a field of more than 1000 characters") as caught:
+        rows._READERS[".csv"](path)
+    assert "a quote that is not closed" in caught.value.hint
+    assert "xx" not in caught.value.message  # a message quotes no row
+    path.write_text('a,b\n1,"x\n')
+    with pytest.raises(JobError, match="the data set is not CSV: unexpected end of data"):
+        rows._READERS[".csv"](path)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 1 / 49, 0.07])
+def test_the_rows_that_are_enough_to_hold_one_out_are_told_exactly(share: float) -> None:
+    evaluation = Evaluation(holdout_fraction=share)
+    with pytest.raises(JobError) as caught:
+        rows._held_out_count(1, evaluation)
+    told = re.search(r"at least (\d+) rows", caught.value.message)
+    assert told
+    enough = int(told[1])
+    assert rows._held_out_count(enough, evaluation) == 1
+    with pytest.raises(JobError):
+        rows._held_out_count(enough - 1, evaluation)
 
 
 def test_a_json_document_that_is_no_list_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ NAMES = (
     "tool_call_parser",
     "enable_auto_tool_choice",
     "load_format",
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
 )
 results = []
 for argv in json.load(sys.stdin):
@@ -28,5 +31,6 @@ for argv in json.load(sys.stdin):
         ReasoningParserManager.get_reasoning_parser(parsed.reasoning_parser)
     if parsed.tool_call_parser:
         ToolParserManager.get_tool_parser(parsed.tool_call_parser)
-    results.append({name: getattr(parsed, name, None) for name in NAMES})
+    found = {name: getattr(parsed, name, None) for name in NAMES}
+    results.append({**found, "lora_modules": repr(parsed.lora_modules)})
 json.dump(results, sys.stdout)

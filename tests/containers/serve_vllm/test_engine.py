@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import importlib.util
 import json
+import re
 import shutil
+import socket
 import subprocess
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvicorn
 from tests.patience import until
 
+from containers.serve_vllm.adapters import Loaded, unfit
 from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.closing import Closing
 from containers.serve_vllm.engine import (
     CLOSING,
     GREEDY,
     NO_MEDIA,
+    NO_PARSERS,
     TOOL_CALL_PARSERS,
     BadSettings,
     Parsers,
@@ -38,7 +45,7 @@ from containers.serve_vllm.engine import (
     without_sampling,
 )
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
-from containers.serve_vllm.serve import find_parsers
+from containers.serve_vllm.serve import ENGINE_FAILED, find_parsers, serve_behind_gate
 
 from ..conftest import RUNS
 
@@ -71,6 +78,54 @@ def test_a_server_that_drains_ends_connections_and_finishes_its_answers() -> Non
     assert not {"--shutdown-timeout", "--middleware"} & set(vllm_argv(settings(), "gs://runs/m"))
     with pytest.raises(BadSettings, match="DROPFORGE_DRAIN_SECONDS is '-1'; expected a positive number"):
         Settings.from_environment({**ENVIRONMENT, "DROPFORGE_DRAIN_SECONDS": "-1"})
+
+
+LOADED = [Loaded(name="sql", directory=Path("/a/sql"), rank=12), Loaded(name="emails", directory=Path("/a/e"), rank=8)]
+
+
+def test_vllm_loads_every_adapter_at_its_start_and_keeps_it() -> None:
+    flags = "--enable-lora --max-lora-rank 16 --max-loras 2 --max-cpu-loras 2 --lora-modules sql=/a/sql emails=/a/e"
+    on_gpu, on_cpu = (
+        vllm_argv(settings(), "gs://runs/m", loaded=LOADED),
+        vllm_cpu_argv("py", settings(), "/m", 9, loaded=LOADED),
+    )
+    for argv in (on_gpu, on_cpu):
+        assert flags in " ".join(argv)
+    assert argv[argv.index("emails=/a/e") + 1].startswith("--"), "a name that follows would be another adapter"
+    many = [LOADED[0].model_copy(update={"name": f"m-{number}"}) for number in range(20)]
+    assert "--max-loras 8 --max-cpu-loras 20 " in " ".join(vllm_argv(settings(), "gs://runs/m", loaded=many))
+    assert transformers_argv("/m", 9, LOADED)[-2:] == ["sql=/a/sql", "emails=/a/e"]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"r": 513}, "r: 513"),
+        ({"r": None}, "r: None"),
+        ({"use_rslora": True, "init_lora_weights": True, "modules_to_save": None, "use_dora": False}, ""),
+    ],
+)
+def test_an_adapter_that_vllm_refuses_or_computes_otherwise_is_named(config: dict[str, Any], field: str) -> None:
+    assert field in unfit({"r": 8, **config}) if field else unfit({"r": 8, **config}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "is no list of adapters"),
+        ('[{"name": "sql"}]', "is no list of adapters"),
+        ('[{"name": "a=b", "run": "r", "digest": "d"}]', "names 'a=b'"),
+        ('[{"name": "../x", "run": "r", "digest": "d"}]', "names '../x'"),
+        ('[{"name": "demo", "run": "r", "digest": "d"}]', "has a name twice, or that of the base model: demo, demo"),
+    ],
+)
+def test_adapters_that_cannot_be_told_apart_are_wrong_settings(text: str, why: str) -> None:
+    with pytest.raises(BadSettings, match=re.escape(why)):
+        Settings.from_environment({**ENVIRONMENT, "DROPFORGE_ADAPTERS": text})
 
 
 def test_a_stream_through_the_middleware_ends_its_connection() -> None:
@@ -214,6 +269,7 @@ def test_requests_get_the_answers_of_the_evaluation_unless_the_spec_asks_for_the
         ({"logprobs": True, "top_logprobs": 5}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"echo": True}, "echo"),
         ({"n": 1, "logprobs": None, "tools": [], "temperature": 0.5, "stop": ["x"], "user": "me"}, ""),
     ],
 )
@@ -273,6 +329,23 @@ def test_prompts_are_counted_as_the_engine_counts_them(base_model: Path) -> None
     assert counter.count({"prompt": "select 17"}) == len(tokenizer("select 17")["input_ids"])
 
 
+@pytest.mark.parametrize("fault", ["port", "tokenizer"])
+def test_a_start_that_fails_is_told_and_leaves_no_engine(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    shutil.copytree(base_model, tmp_path / "model")
+    if fault == "tokenizer":
+        (tmp_path / "model" / "tokenizer.json").unlink()
+    before = psutil.Process().children()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if fault == "port" else 0
+        here = replace(settings(), host="127.0.0.1", port=port)
+        code = asyncio.run(serve_behind_gate(here, "transformers", tmp_path, NO_PARSERS, [], began=0.0))
+    assert code == ENGINE_FAILED
+    assert "the endpoint failed: " in capsys.readouterr().err
+    assert psutil.Process().children() == before
+
+
 @pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {}, {"messages": "hello"}, {"messages": [{"role": "user"}]}])
 def test_what_is_no_prompt_is_refused(base_model: Path, body: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
@@ -310,9 +383,9 @@ def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
         line
         for each in chosen
         for line in (
-            vllm_argv(each, "gs://runs/m", known["hermes"])[2:],  # after `vllm serve`
+            vllm_argv(each, "gs://runs/m", known["hermes"], LOADED)[2:],  # after `vllm serve`
             vllm_tpu_argv(each, "/m", known["hermes"])[2:],
-            vllm_cpu_argv("python", each, "/m", 9000, known["hermes"])[3:],  # after `python -m MODULE`
+            vllm_cpu_argv("python", each, "/m", 9000, known["hermes"], LOADED)[3:],  # after `python -m MODULE`
         )
     ]
     lines += [vllm_tpu_argv(chosen[0], "/m", each)[2:] for each in known.values()]
@@ -330,5 +403,9 @@ def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
     assert {each["enable_auto_tool_choice"] for each in [*parsed, *others]} == {True}
     assert [each["generation_config"] for each in parsed] == ["vllm"] * 3 + ["auto"] * 3
     assert [each["override_generation_config"] for each in parsed] == [{"temperature": 0.0}] * 3 + [{}] * 3
+    served = ["LoRAModulePath(name='sql'", "LoRAModulePath(name='emails'"]
+    loading = [each for at, each in enumerate(parsed) if at % 3 != 1]  # not on TPUs
+    assert {(each["enable_lora"], each["max_lora_rank"], each["max_loras"]) for each in loading} == {(True, 16, 2)}
+    assert all(start in each["lora_modules"] for each in loading for start in served)
     assert {(each["max_model_len"], each["reasoning_parser"]) for each in parsed} == {(1024, "qwen3")}
     assert [each["load_format"] for each in parsed] == ["runai_streamer", "auto", "auto"] * 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from tests.patience import PATIENCE_SECONDS
 
 from containers.serve_vllm.gate import Gate
 
@@ -77,6 +78,40 @@ def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
                 return [(await client.post(route, json=body)).status for _ in range(2)]
 
     assert asyncio.run(ask()) == [200, 200]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_answer_that_the_engine_cuts_short_ends_without_an_end(cut: bool) -> None:
+    """A second response within the first would look like a part of the answer, and its end like the answer's."""
+    chunk = b'data: {"model": "inner", "choices": [{"text": "one"}]}\n\n'
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b'"inner"}')
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) + (b"" if cut else b"0\r\n\r\n"))
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> bytes:
+        async with await asyncio.start_server(engine, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            gate = Gate(f"http://127.0.0.1:{port}", "inner", "served", 8, 1, lambda body: 1)
+            gate.ready.set()
+            async with TestServer(gate.application()) as served:
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                body = b'{"prompt": "?", "stream": true, "model": "served"}'
+                # The connection would stay open for a further request.
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: gate\r\nContent-Length: %d\r\n\r\n" % len(body))
+                writer.write(body)
+                whole = reader.read() if cut else reader.readuntil(b"0\r\n\r\n")
+                answer = await asyncio.wait_for(whole, PATIENCE_SECONDS)
+                writer.close()
+                return answer
+
+    answer = asyncio.run(ask())
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b'"text": "one"' in answer
+    assert (b"[DONE]" in answer, answer.endswith(b"0\r\n\r\n")) == (not cut, not cut)
 
 
 @pytest.mark.parametrize(

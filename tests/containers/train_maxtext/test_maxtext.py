@@ -395,6 +395,9 @@ def test_events_and_series_tell_the_steps_the_checkpoints_and_no_secret(
     assert progress.step[-1] == progress.total_steps == STEPS
     assert progress.loss[-1] < 0.2
     assert progress.tokens_per_second[-1] > 0
+    curve = [loss for loss in progress.held_out_loss if loss is not None]
+    assert curve[-1] == progress.held_out_loss[-1] == pytest.approx(chain.manifest.metrics["probe_loss"], rel=1e-5)
+    assert curve[0] >= curve[-1]
     saved = [event.step for event in sent if event.type == "checkpoint"]
     assert saved[-1] == STEPS
     # Orbax also saves the first step, which is not reported. The killed attempt may not have reported its last step.

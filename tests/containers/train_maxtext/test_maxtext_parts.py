@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from containers.common.chat import IGNORED
+from containers.common.chat import IGNORED, Encoded, encode, load_tokenizer
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
+from containers.common.rows import Row, Split
 from containers.common.stop import Stopped
-from containers.train_maxtext import check
-from containers.train_maxtext.batches import Data, Rows, collate, pack
+from containers.common.token_rows import TokenRows
+from containers.train_maxtext import check, stages
+from containers.train_maxtext.batches import Data, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import FAMILIES, family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.methods.sft import answer_tokens, probe_rows, sequence_shape
+from containers.train_maxtext.methods.sft import answer_tokens, judged, probe_rows, sequence_shape
 from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
@@ -36,6 +38,7 @@ from dropforge.cloud.clients import Clients
 from dropforge.fit.maxtext import FAMILIES as KNOWN_FAMILIES
 from dropforge.fit.maxtext import padded_length
 from dropforge.spec import JobSpec
+from dropforge.spec.job import Evaluation
 
 from .. import same_class
 from ..conftest import ROOT
@@ -121,10 +124,10 @@ def test_a_model_that_would_be_converted_wrongly_is_refused(config: dict[str, An
     assert caught.value.exit_code == BAD_CONFIG
 
 
-def rows(*lengths: int) -> Rows:
+def rows(*lengths: int) -> Encoded:
     """Rows of 1, 2, 3, …; the first two tokens of each are the prompt."""
     ids = [list(range(1, length + 1)) for length in lengths]
-    return Rows.of(ids, [[IGNORED] * 2 + row[2:] for row in ids])
+    return Encoded.of(ids, [[IGNORED] * 2 + row[2:] for row in ids])
 
 
 def test_rows_in_one_sequence_are_kept_apart_and_only_answers_are_learnt() -> None:
@@ -175,6 +178,28 @@ def test_the_targets_of_an_answer_are_marked_whatever_the_batch(tmp_path: Path) 
     assert list(Data(rows(3), rows(3), [[0]], 8).judged(2)) == []
 
 
+def test_held_out_rows_that_do_not_fit_are_not_matched() -> None:
+    tokenizer = load_tokenizer(str(same_class.make(ROOT / "build" / "same_class", "qwen3")), False)
+    questions = [*(f"is {number} a number?" for number in range(9)), "is it " + "very " * 400]
+    answer = {"role": "assistant", "content": "yes"}
+    held_out = [Row(({"role": "user", "content": question}, answer)) for question in questions]
+    encoded = encode(tokenizer, held_out, 100, "rows")
+    assert encoded.dropped == 1
+    fields = judged(spec().model_copy(update={"evaluation": Evaluation()}), Split([], held_out, 0), encoded, tokenizer)
+    data = Data(rows(3), rows(3), [[0]], 100, **fields)
+    assert sum(bool(batch["answers"].any()) for batch in data.judged(1)) == 9
+    assert data.exact_match(9) == 0.9
+    assert Data(rows(3), rows(3), [[0]], 8, rows(3)).exact_match(0) is None
+
+
+def test_rows_beyond_two_thousand_million_tokens_keep_their_place() -> None:
+    tokens = np.broadcast_to(np.int32(7), 2**31 + 8)  # takes no memory
+    huge = TokenRows(tokens, np.array([0, 2**31, 2**31 + 3, 2**31 + 8]))
+    assert collate(Encoded(huge, huge), [[1], [2]], 8)["inputs"].sum(-1).tolist() == [21, 35]
+    for made in (rows(4), synthetic(pretraining(), vocabulary=11, tpu=False).data.train):
+        assert made.input_ids.starts.dtype == np.int64
+
+
 STOP = 9
 
 
@@ -201,6 +226,14 @@ def spec(**training: Any) -> JobSpec:
         "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
         "serve": None,
     }
+    return JobSpec.model_validate_json(json.dumps(document))
+
+
+def pretraining(max_length: int = 64) -> JobSpec:
+    document = spec(max_length=max_length).model_dump(mode="json", by_alias=True)
+    document["training"]["method"] = "pretrain"
+    target = {"type": "ray", "placements": [{"region": "us-east5"}]}
+    document |= {"dataset": {"type": "synthetic", "rows": 30}, "target": target}
     return JobSpec.model_validate_json(json.dumps(document))
 
 
@@ -301,6 +334,23 @@ def test_a_stage_that_was_killed_says_whether_another_attempt_may_help(
     assert "a last line" in runner.log_tail("verify")
 
 
+@pytest.mark.parametrize(("tpu", "expected"), [(True, "tpu,cpu"), (False, "")])
+def test_the_image_for_tpus_trains_on_no_cpu(
+    tpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "on_tpu", lambda: tpu)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (tmp_path / "told.py").write_text("import os; print('platforms', os.environ.get('JAX_PLATFORMS', '')); os.abort()")
+    work = Work(tmp_path)
+    work.begin(spec().model_dump(mode="json", by_alias=True), [])
+    runner = Runner(work, Job("p", "run", 1, "b", "", None, 10), str, {"train": "told", "export": "told"})
+    for stage, platforms in (("train", expected), ("export", "cpu")):
+        with pytest.raises(JobError):
+            runner.run(stage)
+        assert f"platforms {platforms}\n" in runner.log_tail(stage)
+
+
 def test_results_are_of_one_spec(tmp_path: Path) -> None:
     work = Work(tmp_path)
     first, second = (spec(seed=seed).model_dump(mode="json", by_alias=True) for seed in (1, 2))
@@ -314,19 +364,16 @@ def test_results_are_of_one_spec(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("max_length", "tpu", "length"), [(20, False, 32), (1024, True, 1024), (32_768, True, 32_768)])
 def test_synthetic_rows_are_whole_sequences_of_random_tokens(max_length: int, tpu: bool, length: int) -> None:
-    document = spec(max_length=max_length).model_dump(mode="json", by_alias=True)
-    document["training"]["method"] = "pretrain"
-    target = {"type": "ray", "placements": [{"region": "us-east5"}]}
-    document |= {"dataset": {"type": "synthetic", "rows": 30}, "target": target}
-    made = [synthetic(JobSpec.model_validate_json(json.dumps(document)), 500, tpu) for _ in range(2)]
+    made = [synthetic(pretraining(max_length), 500, tpu) for _ in range(2)]
     data = made[0].data
+    ids = data.train.input_ids
     assert data.length == length
     assert data.train.lengths == [length] * 30
-    assert (data.train.ids == made[1].data.train.ids).all()
-    assert (data.train.ids == data.train.labels).all()  # each token is learnt
-    assert {int(data.train.ids.min()), int(data.train.ids.max())} <= {0, 1, 2, 3, 4, 5, *range(480, 500)}
-    assert len(data.probe) == max(1, min(30, PROBE_TOKENS // length))
-    assert (data.probe.row(0)[0] == data.train.row(0)[0]).all()
+    assert ids == made[1].data.train.input_ids
+    assert ids == data.train.labels  # each token is learnt
+    assert {int(ids.values.min()), int(ids.values.max())} <= {0, 1, 2, 3, 4, 5, *range(480, 500)}
+    assert len(data.probe.lengths) == max(1, min(30, PROBE_TOKENS // length))
+    assert data.probe.input_ids[0] == ids[0]
     assert data.batch(0, 2, seed=0)["targets_segmentation"].sum() == 2 * (length - 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,17 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"not finite.*\n?") as caught:
         merge.merge_adapter(base_of("gemma1"), checkpoint, tmp_path / "model")
     assert "learning_rate" in caught.value.hint
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(JobError, match="not finite"):
+        merge.copy_adapter(checkpoint, tmp_path / "adapter")
+    shutil.copytree(base_of("gemma1"), tmp_path / "whole")
+    file = merge.weight_files(tmp_path / "whole")[0]
+    tensors = safetensors.load_file(file)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = 1e5  # more than 16 bits of this type hold
+    safetensors.save_file(tensors, file)
+    with pytest.raises(JobError, match=f"{name} has numbers that are not finite"):
+        merge.cast(tmp_path / "whole", tmp_path / "model", torch.float16)
 
 
 def test_a_whole_model_is_written_in_the_precision_of_its_base(tmp_path: Path) -> None:
@@ -150,6 +162,8 @@ def test_the_comparison_passes_a_good_export_and_refuses_a_wrong_one(tmp_path: P
     trained = parity.log_probabilities(export.trained_model(base, checkpoint, None, spec), rows)
     served = export.reload(tmp_path / "export", None, spec)
     assert parity.check(trained, served, rows) < parity.DIVERGENCE
+    with pytest.raises(JobError, match="probabilities is nan; expected a finite number"):
+        parity.check(torch.full_like(trained, math.nan), served, rows)
     unmerged = transformers.AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(JobError, match="diverge by"):
         parity.check(trained, unmerged, rows)

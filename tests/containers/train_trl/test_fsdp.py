@@ -59,8 +59,9 @@ def test_one_rank_reports(two_ranks: Any, events: Any, series: Any) -> None:
     assert sent[0].device == "2 x cpu"
     (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.metrics == manifest.metrics
-    steps = series(attempt.run).step
-    assert steps == sorted(set(steps))
+    progress = series(attempt.run)
+    assert progress.step == sorted(set(progress.step))
+    assert progress.held_out_loss[-1] == pytest.approx(manifest.metrics["loss"], rel=0.1)
 
 
 def test_checkpoints_have_the_shards_of_both_ranks(two_ranks: Any, cloud: Any) -> None:

@@ -66,3 +66,16 @@ def test_training_imports_no_compiler() -> None:
 
 def trained_types(model: Any) -> set[Any]:
     return {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL
+def test_a_layer_in_4_bits_passes_gradients_after_an_evaluation() -> None:
+    """It can fail on a CPU with AVX512-BF16 only, where bitsandbytes packs the weights of other layers."""
+    layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    trainer.keep_gradients(layer)
+    rows = torch.ones(2, 64)
+    with torch.no_grad():
+        layer.eval()(rows)
+    asked = rows.clone().requires_grad_()
+    layer.train()(asked).sum().backward()
+    assert asked.grad is not None

@@ -21,6 +21,7 @@ from ..conftest import DATA, job_spec
 from ..lazy import Lazy
 
 callbacks = Lazy("containers.train_trl.callbacks")
+train = Lazy("containers.train_trl.train")
 
 
 def test_each_method_of_the_spec_is_in_an_image() -> None:
@@ -93,3 +94,12 @@ def test_a_disk_holds_the_newest_checkpoint_and_the_one_before_it_while_that_is_
         "uploaded, beside checkpoint-2 checkpoint-3",
         "saves 3, beside checkpoint-3",
     ]
+
+
+def test_the_metrics_count_the_rows_that_were_cut(tmp_path: Path) -> None:
+    """The functions read this name (await_/inspect.py), and tell people if many rows were cut."""
+    state = {"log_history": [{"loss": 0.5}], "num_input_tokens_seen": 900, "global_step": 3}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    examples = SimpleNamespace(lengths=[1] * 300, split=SimpleNamespace(held_out=[1] * 12), truncated=12)
+    metrics = train.training_metrics(tmp_path, {"train_seconds": 3.0}, examples)
+    assert (metrics["rows_truncated"], metrics["rows_train"], metrics["rows_eval"]) == (12, 300, 12)

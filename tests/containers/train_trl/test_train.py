@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from google.cloud import storage
 from tests.patience import TRAIN_SECONDS
 
@@ -19,8 +22,10 @@ from dropforge.run.artifacts import (
     complete_checkpoint,
     download_prefix,
     read_artifact,
+    upload_directory,
     verify_manifest,
 )
+from dropforge_cli.main import cli
 
 from ..conftest import RUN_KEY
 
@@ -64,6 +69,32 @@ def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, clo
 MODEL_FILES = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json")
 
 
+def test_the_spec_that_init_writes_teaches_rows_of_no_known_language(
+    cloud: Any, trainer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "animals.csv").write_text("\n".join(["animal,sound", *animals()]))
+    options = ["--data", "animals.csv", "--model", "gs://local-data/tiny-gemma3", "--no-serve"]
+    written = CliRunner().invoke(cli, ["init", "job.json", "--target", "cloud_run", *options])
+    assert written.exit_code == 0, written.output
+    cloud.put(DATA, "animals.csv", (tmp_path / "animals.csv").read_bytes())
+    document = json.loads((tmp_path / "job.json").read_text())
+    document["model"]["source"], document["dataset"]["source"] = f"gs://{DATA}/tiny", f"gs://{DATA}/animals.csv"
+    attempt = trainer.start(document)
+    assert attempt.wait() == 0, attempt.output
+    metrics = trainer.manifest(attempt.run).metrics
+    assert metrics["exact_match_before"] == 0
+    assert metrics["exact_match"] >= 0.8
+
+
+def animals() -> list[str]:
+    sounds = {"owl": "hoot", "duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa"}
+    colours, places = ("white", "brown", "old", "small", "sleepy"), ("at night", "by the river", "near the barn")
+    everything = itertools.product(colours, sounds, places)
+    rows = [f"the {colour} {animal} {place},{sounds[animal]}" for colour, animal, place in everything]
+    return [f"{start}{row}" for start in ("", "look at ") for row in rows]
+
+
 def test_the_exported_model_stops_at_the_end_of_a_turn_and_answers_as_the_samples_say(
     uninterrupted: Any, cloud: Any, trainer: Any, tmp_path: Any
 ) -> None:
@@ -96,6 +127,10 @@ def test_events_tell_the_run_in_order_and_the_series_its_progress(uninterrupted:
     assert progress.step == sorted(set(progress.step))
     assert progress.step[-1] == progress.total_steps == 60
     assert progress.loss[-1] < 0.4
+    held_out = [loss for loss in progress.held_out_loss if loss is not None]
+    assert len(held_out) >= 3
+    assert held_out[-1] < held_out[0]
+    assert held_out[-1] == pytest.approx(manifest.metrics["loss"], rel=0.1)  # of 33 rows, the curve's are 32
     (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.manifest_uri == f"gs://{RUNS}/models/{attempt.run}/MANIFEST.json"
     assert succeeded.metrics == manifest.metrics
@@ -137,7 +172,8 @@ def test_sigkill_and_resume_end_with_the_same_loss(
     cloud.put(RUNS, f"checkpoints/{first.run}/step-00000059/trainer_state.json", "{}")
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output
-    assert '"tokenised"' not in second.output
+    assert "tokenised" in first.output
+    assert "tokenised" not in second.output
     assert second.output.count("read the token ids of an earlier attempt") == 2  # to train on, and held out
     sent = [event for event in events(first.run) if event.attempt == 2]
     assert sent[0].resumed_step in (20, 40)
@@ -270,6 +306,41 @@ def test_what_cannot_work_is_refused_with_its_class(
     assert (last.type, last.error_class) == ("failed", error_class)
     assert message in last.message
     assert cloud.names(RUNS, f"models/{attempt.run}/") == []
+
+
+def test_a_training_that_diverges_fails_and_says_so(
+    trainer: Any, spec: Spec, cloud: Any, base_model: Any, events: Any, tmp_path: Any
+) -> None:
+    """The base's weights are finite, but their products are not: the loss of the first step is NaN."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(base_model / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    save_file({**tensors, name: tensors[name] * 1e38}, tmp_path / "model.safetensors", {"format": "pt"})
+    for path in base_model.iterdir():
+        if not (tmp_path / path.name).exists():
+            shutil.copy(path, tmp_path)
+    upload_directory(cloud.client, tmp_path, f"gs://{DATA}/overflowing")
+    training = {"adapter": {"type": "none"}, "max_steps": 12}
+    attempt = trainer.start(spec(model={"source": f"gs://{DATA}/overflowing"}, training=training, evaluation=None))
+    assert attempt.wait() == 70, attempt.output
+    last = events(attempt.run)[-1]
+    assert (last.type, last.error_class) == ("failed", ErrorClass.CODE)
+    assert last.message == "the loss of step 10 is nan; expected a finite number"
+    assert "lower training.learning_rate" in last.hint
+    assert cloud.names(RUNS, f"models/{attempt.run}/attempt-1/") == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_cpu_does_not_train_in_place_of_a_gpu_that_torch_does_not_see(
+    processes: int, trainer: Any, spec: Spec, events: Any
+) -> None:
+    attempt = trainer.start(spec(), processes=processes, DROPFORGE_CPU_STANDS_IN="")
+    assert attempt.wait() == 64, attempt.output
+    (sent,) = events(attempt.run)
+    assert (sent.type, sent.error_class) == ("failed", ErrorClass.CONFIG)
+    assert sent.message.startswith("the target 'cloud_run' has an accelerator nvidia-l4, and torch ")
+    assert sent.message.endswith("sees no GPU")
 
 
 def test_an_environment_that_is_not_ours_is_refused(trainer: Any, spec: Spec) -> None:

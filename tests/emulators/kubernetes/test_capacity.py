@@ -50,7 +50,13 @@ def test_nodes_exist_as_long_as_pods_need_them(kube: Kube, tmp_path: Path) -> No
         ({"nodeSelector": {"disktype": "ssd"}}, "didn't match Pod's node affinity/selector"),
         (gpu(1, "nvidia-unknown"), "didn't match Pod's node affinity/selector"),
         (gpu(9, "nvidia-b200"), "Insufficient nvidia.com/gpu"),
-        ({"container": {"resources": {"limits": {"cpu": "500"}}}}, "Insufficient cpu"),
+        (
+            {
+                "container": {"resources": {"limits": {"cpu": "500"}}},
+                "nodeSelector": {"cloud.google.com/compute-class": "Performance"},
+            },
+            "Insufficient cpu",
+        ),
         ({"container": {"resources": {"limits": {"google.com/tpu": "4"}}}}, "Insufficient google.com/tpu"),
     ],
 )

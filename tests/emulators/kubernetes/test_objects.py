@@ -321,6 +321,27 @@ def test_gpus_need_a_type_on_autopilot(kube: Kube) -> None:
     assert "autogke-gpu-limitation" in str(refused.value.body)
 
 
+@pytest.mark.parametrize(
+    ("requests", "compute_class", "most"),
+    [
+        ({"cpu": "31"}, "", "30"),
+        ({"memory": "111Gi"}, "", "110Gi"),
+        ({"memory": "852Gi"}, "Balanced", "851Gi"),
+        ({"cpu": "222", "memory": "851Gi"}, "Balanced", None),
+        ({"cpu": "30", "memory": "110Gi"}, "", None),
+    ],
+)
+def test_autopilot_refuses_pods_larger_than_their_class(
+    kube: Kube, requests: dict[str, str], compute_class: str, most: str | None
+) -> None:
+    selector = {"pod__nodeSelector": {"cloud.google.com/compute-class": compute_class}} if compute_class else {}
+    job = job_with(container__resources={"requests": requests}, **selector)
+    path = f"/apis/batch/v1/namespaces/{kube.namespace}/jobs?dryRun=All"
+    code, body, _ = kube.call("POST", path, job)
+    assert code == (201 if most is None else 400)
+    assert most is None or f"is higher than the Autopilot maximum of '{most}'" in body["message"]
+
+
 def test_unknown_fields_can_be_ignored_or_warned_about(kube: Kube) -> None:
     path = f"/api/v1/namespaces/{kube.namespace}/configmaps"
     code, body, headers = kube.call("POST", f"{path}?fieldValidation=Warn", {"metadata": {"name": "a"}, "dat": 1})
@@ -660,8 +681,8 @@ def test_a_lease_has_one_holder(kube: Kube) -> None:
         (b"", 400),
         (b"k8s\x00", 400),
         (b"k8s\x00\x0a\xff\xff\xff", 400),
-        (b"k8s\x00\x0a\x0b\x0a\x02v1\x12\x05Event", 415),
-        (b"k8s\x00\x0a\x0c\x0a\x02v1\x12\x06Secret\x12\x02\x48\x01", 415),
+        (b"k8s\x00\x0a\x0b\x0a\x02v1\x12\x05Event", 501),
+        (b"k8s\x00\x0a\x0c\x0a\x02v1\x12\x06Secret\x12\x02\x48\x01", 501),
     ],
 )
 def test_a_malformed_or_unknown_body_in_protobuf_is_refused(kube: Kube, body: bytes, code: int) -> None:

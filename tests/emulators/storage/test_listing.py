@@ -95,6 +95,8 @@ def test_trailing_delimiter(api: Api) -> None:
         ("{a,d/a}", ["a", "d/a"]),
         (r"\[x\]", ["[x]"]),
         ("d/**/f.json", ["d/e/f.json"]),
+        ("b*.json", ["b.json"]),
+        ("b.j*.json", []),
     ],
 )
 def test_glob(api: Api, glob: str, matching: list[str]) -> None:

@@ -68,12 +68,12 @@ RUN, OTHER = "job-0123456789ab", "job-fedcba987654"
 def bounded(server: Server) -> Bounded:
     """Google's client with the token that the function `access` gives the containers of a run."""
 
-    def bounded(run: str, *, is_server: bool = False, source: str = "google/gemma-2b") -> storage.Client:
+    def bounded(run: str, *, is_trainer: bool = True, source: str = "google/gemma-2b") -> storage.Client:
         spec = SimpleNamespace(
             model=SimpleNamespace(source=source), dataset=SimpleNamespace(source="rows"), evaluation=None
         )
         session = requests.Session()
-        rules = json.dumps(boundary(RUNS, run, spec, is_server=is_server))  # type: ignore[arg-type]
+        rules = json.dumps(boundary(RUNS, run, spec, is_trainer=is_trainer))  # type: ignore[arg-type]
         session.headers["Authorization"] = f"Bearer {IDENTITY.token(BOUNDED, rules, 'access')}"
         url = server.addresses(TRAINER)[0]
         return storage.Client("p", AnonymousCredentials(), _http=session, client_options={"api_endpoint": url})
@@ -209,7 +209,7 @@ def test_a_token_of_a_run_reaches_no_other_run(at: Callable[..., storage.Client]
 
 
 def test_a_server_only_reads_the_model_of_its_run(at: Callable[..., storage.Client], bounded: Bounded) -> None:
-    client, leaf = bounded(RUN, is_server=True), uuid.uuid4().hex
+    client, leaf = bounded(RUN, is_trainer=False), uuid.uuid4().hex
     write(at(""), f"models/{RUN}/{leaf}")
     assert client.bucket(RUNS).blob(f"models/{RUN}/{leaf}").download_as_bytes(retry=None) == b"x"
     assert client.get_bucket(RUNS, retry=None).name == RUNS  # as vLLM's streamer does

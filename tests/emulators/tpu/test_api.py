@@ -213,7 +213,7 @@ def test_a_preempted_queued_resource_is_suspended(cloud: Cloud) -> None:
     cloud.queue(spot={})
     cloud.wait_for_state(QueuedState.SUSPENDED)
     assert cloud.node().state == State.PREEMPTED
-    assert not cloud.processes()
+    wait_for(lambda: not cloud.processes())
     cloud.unqueue().result(timeout=60)
 
 

@@ -32,6 +32,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms import tpu_vm
+from dropforge.platforms.tpu_vm.train import GRACE_SECONDS
 from dropforge.run.events import JobEvent, parse_job_event
 from dropforge.run.proof import EVENT_NAME, PROOF, is_document_proved, is_proved
 from dropforge_local.base.clock import SystemClock
@@ -58,6 +59,8 @@ TRAIN_PY = """
     mode = os.environ["MODE"]
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))  # at once: a second signal follows the first
+    if mode == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("training", mode, "with", os.environ.get("DROPFORGE_SECRETS", "no secret"), flush=True)
     with open(os.path.join(os.environ["WORK"], "trace"), "a") as trace:
         trace.write("x")
@@ -367,6 +370,7 @@ def test_a_lost_event_leaves_a_status(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("mode", "code"), [("polite", 75), ("sleep", 143)])
 def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
+    """The script gets no signal: it looks whether the machine shuts down when its container ends."""
     lab.train(mode)
     lab.wait_for_line("training")
     lab.faults(preempt="n1")
@@ -374,18 +378,36 @@ def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
     status = lab.read("attempt-1/status.json")
     assert status
     assert json.loads(status)["exit_code"] == code
+    assert json.loads(status)["error_class"] == (None if mode == "polite" else ErrorClass.PREEMPTED)
     assert [event.type for event in lab.events()] == ([] if mode == "polite" else ["preempted"])
+
+
+def test_docker_gives_the_container_its_time_at_a_preemption(lab: Lab) -> None:
+    """Docker's own default is 10 s; the trainer takes 25 s for its last checkpoint (DROPFORGE_GRACE_SECONDS)."""
+    lab.train("polite")
+    lab.wait_for_line("training")
+    [timeout] = lab.home.rglob("run/docker/containers/dropforge/stop-timeout")
+    assert float(timeout.read_text()) == GRACE_SECONDS
+
+
+def test_a_container_that_ignores_the_signal_is_killed_after_its_time(lab: Lab) -> None:
+    lab.train("deaf")
+    lab.wait_for_line("training deaf")
+    [timeout] = lab.home.rglob("run/docker/containers/dropforge/stop-timeout")
+    timeout.write_text("0.2")
+    lab.faults(preempt="n1")
+    wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    status = json.loads(lab.read("attempt-1/status.json") or "")
+    assert (status["exit_code"], status["error_class"]) == (137, ErrorClass.PREEMPTED)
 
 
 def test_a_container_that_ends_with_the_signal_keeps_its_exit_code(lab: Lab) -> None:
     """SIGTERM interrupts Bash's `wait`, which then answers 143. The container has ended when the script asks for it."""
     lab.train("polite", prelude='kill() { sleep 1; builtin kill "$@"; }')
     lab.wait_for_line("training")
-    lab.faults(preempt="n1")
-    wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
-    status = lab.read("attempt-1/status.json")
-    assert status
-    assert json.loads(status)["exit_code"] == 75
+    [script] = lab.pids("startup-script")
+    os.kill(script, signal.SIGTERM)
+    assert lab.ended()["exit_code"] == 75
     assert lab.events() == []
 
 

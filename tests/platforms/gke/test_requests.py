@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tomllib
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE
 from dropforge.platforms.gke.requests import cluster_of, cluster_request, job_manifest, service_manifest
 from dropforge.platforms.gke.status import status_of_job
 from dropforge.platforms.gpus import GPUS
+from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Launch, Phase, Status, Waits, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems, deployment_problems, machine_problems
@@ -144,6 +146,20 @@ def test_the_kubelet_can_check_that_the_user_is_not_root() -> None:
     context = pod_spec(launch())["securityContext"]
     assert context["runAsNonRoot"]
     assert f"--uid {context['runAsUser']} " in dockerfile
+
+
+def test_containers_find_the_driver_where_gke_mounts_it() -> None:
+    """The variable replaces that of the image, so the image must have none, or the same folders."""
+    images = tomllib.loads((ROOT / "tests" / "data" / "images.toml").read_text())
+    assert "LD_LIBRARY_PATH" not in images["train_trl"]["env"] | images["serve_vllm"]["env"]
+    assert variables(launch())["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    served = spec(serve={"type": "gke"})
+    deployment = Deployment(RUN, served, SETTINGS, datetime(2026, 11, 21, tzinfo=UTC))
+    manifest = workload.deployment_manifest(workload.own_workload(deployment))
+    [server] = manifest["spec"]["template"]["spec"]["containers"]
+    # vLLM's image has these two, in this order: https://github.com/vllm-project/vllm/pull/25766
+    expected = {"name": "LD_LIBRARY_PATH", "value": "/usr/local/nvidia/lib64:/usr/local/cuda/lib64"}
+    assert expected in server["env"]
 
 
 def test_several_nodes_are_an_indexed_job_behind_a_headless_service() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import google.auth
@@ -547,6 +548,19 @@ def test_a_standing_cluster_that_does_not_exist_is_refused(cloud: Cloud) -> None
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.CONFIG
     assert TARGET.inspect(attempt).phase is Phase.GONE
+    STAGES.tear_down(TARGET.resources(attempt))
+
+
+def test_a_cluster_of_another_run_is_not_used(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = launch("sleep", cluster={"create": True})
+    STAGES.provision(attempt)
+    own = kubernetes.find_cluster(present(), TARGET.resources(attempt)[0].name)
+    with monkeypatch.context() as patch:
+        foreign = SimpleNamespace(resource_labels={"dropforge-run": "other"}, status=own.status)
+        patch.setattr(kubernetes, "find_cluster", lambda *_: foreign)
+        with pytest.raises(CloudError, match="belongs to") as failure:
+            TARGET.provision(attempt)
+    assert failure.value.error_class is ErrorClass.CONFIG
     STAGES.tear_down(TARGET.resources(attempt))
 
 

@@ -15,6 +15,7 @@ import pytest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes as api_of_clusters
+from dropforge.platforms.ray import train
 from dropforge.platforms.ray.catalog import GKE_TPUS, TpuSlice, tpu_slice
 from dropforge.platforms.ray.requests import ray_job_manifest, requests, storage_class_manifest
 from dropforge.platforms.ray.status import status_of_ray_job
@@ -150,7 +151,7 @@ def test_the_heads_files_are_on_a_disk_of_its_pod() -> None:
         assert container["resources"]["requests"]["ephemeral-storage"] == "10Gi"
         assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}]
         assert {"name": "DROPFORGE_WORK_DIRECTORY", "value": "/work"} in container["env"]
-        assert pod["securityContext"] == {"fsGroup": 10001}  # a new file system belongs to root
+        assert pod["securityContext"] == {"fsGroup": 10001}  # not root's; a new file system belongs to root
         claim = volume["ephemeral"]["volumeClaimTemplate"]
         assert claim["metadata"]["labels"]["dropforge-run"] == RUN
         assert claim["spec"] == {
@@ -176,6 +177,39 @@ def test_flex_start_applies_to_the_slice_and_not_to_the_head() -> None:
     assert selector["cloud.google.com/gke-flex-start"] == "true"
     assert not any("gpu" in key or key.endswith("gke-accelerator") for key in selector)
     assert "nodeSelector" not in cluster["headGroupSpec"]["template"]["spec"]
+
+
+def test_the_workers_alone_are_root_to_whom_the_chips_belong() -> None:
+    cluster = ray_job_manifest(launch())["spec"]["rayClusterSpec"]
+    assert cluster["workerGroupSpecs"][0]["template"]["spec"]["securityContext"] == {"runAsUser": 0}
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    assert "runAsUser" not in head["securityContext"]
+
+
+def test_autopilot_moves_no_pod_of_the_cluster_except_on_spot() -> None:
+    """A head that moves gets the whole job again. Spot pods may not have the annotation; the head is never on Spot."""
+    unmoved = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    on_spot = spec(placements=[{"region": "us-east5", "capacity": "spot"}])
+    for attempt, workers in ((launch(), unmoved), (launch(on_spot), None)):
+        cluster = ray_job_manifest(attempt)["spec"]["rayClusterSpec"]
+        (group,) = cluster["workerGroupSpecs"]
+        assert cluster["headGroupSpec"]["template"]["metadata"]["annotations"] == unmoved
+        assert group["template"]["metadata"].get("annotations") == workers
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ({}, None),
+        ({"head_cpu": 30, "head_memory_gib": 110}, None),
+        ({"head_cpu": 31}, {"cloud.google.com/compute-class": "Balanced"}),
+        ({"head_memory_gib": 111}, {"cloud.google.com/compute-class": "Balanced"}),
+    ],
+    ids=str,
+)
+def test_a_head_too_large_for_the_general_class_has_another(size: dict[str, Any], expected: Any) -> None:
+    cluster = ray_job_manifest(launch(spec(**size)))["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["template"]["spec"].get("nodeSelector") == expected
 
 
 def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
@@ -345,3 +379,21 @@ def test_a_rayjob_that_waits_says_what_its_pods_do(
     monkeypatch.setattr(api_of_clusters, "find_cluster", lambda *_: SimpleNamespace(status=None))
     monkeypatch.setattr(api_of_clusters, "connect", lambda *_: api)
     assert reason in RayJobs().inspect(cloud_with(), launch()).wait_reason
+
+
+def test_pods_without_their_ray_cluster_are_listed() -> None:
+    """A sweep deletes what is listed: these pods hold the chips, and nothing else ends them."""
+
+    def pod(name: str, owner: str) -> dict[str, Any]:
+        owners = [{"kind": "RayCluster", "uid": owner}]
+        when = {"creationTimestamp": "2026-11-26T08:00:00Z", "labels": {"dropforge-run": "r"}}
+        metadata = {"name": name, "namespace": "ml", "ownerReferences": owners, **when}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+
+    labels = {train.ORIGIN: "df-r-0123456789ab-1"}
+    live = {"metadata": {"uid": "live", "name": "c", "namespace": "ml", "labels": labels}}
+    job = {**pod(labels[train.ORIGIN], ""), "apiVersion": "ray.io/v1", "kind": "RayJob"}
+    objects = {"Pod": [pod("kept", "live"), pod("left", "gone")], "RayCluster": [live], "RayJob": [job]}
+    api: Any = SimpleNamespace(each=lambda namespace, version, kind, selector: objects[kind])
+    listed = [each.name for each in train._listed_in(api, "projects/p/locations/l/clusters/c", SETTINGS)]
+    assert [name.rpartition("/")[2] for name in listed] == [labels[train.ORIGIN], "left"]

@@ -20,9 +20,10 @@ from dropforge.cloud.listing import Listed
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
 from dropforge.plan import make_plan
+from dropforge.platforms.tpu_vm import serve
 from dropforge.platforms.tpu_vm.serve import TpuVmServer
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node
-from dropforge.platforms.training import Launch, Phase
+from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import parse_spec
 from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
@@ -229,3 +230,18 @@ def test_a_machine_in_the_queue_says_its_state_and_what_it_means() -> None:
     assert waiting == "the queued resource is WAITING_FOR_RESOURCES: Cloud TPU has no capacity for it yet"
     assert status_of_node(node("CREATING"), NAME).wait_reason == "the node is being created"
     assert status_of_node(node("READY"), NAME).wait_reason == ""
+
+
+@pytest.mark.parametrize(("node", "expected"), [(None, False), (Mock(), True)])
+def test_an_endpoint_exists_as_long_as_its_node(node: Any, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queued resource without its node does not answer."""
+    monkeypatch.setattr(tpu, "find_machine", lambda *_: (Mock(), node))
+    server = TpuVmServer()
+    monkeypatch.setattr(server, "machine", lambda _: None)
+    nothing: Any = None
+    assert server.exists(cloud_with(), nothing) is expected
+
+
+def test_the_error_of_a_machine_that_has_ended_does_not_pass() -> None:
+    error = serve._error(Status(Phase.FAILED, "the API answered 503", ErrorClass.TRANSIENT))
+    assert (error.error_class, error.message) == (ErrorClass.INFRASTRUCTURE, "the API answered 503")

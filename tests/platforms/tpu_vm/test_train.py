@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from google.cloud import tpu_v2
 from tests.patience import until
 
+from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.disks import DISK, ensure_disk
 from dropforge.cloud.resource import Resource
@@ -272,6 +274,36 @@ def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
     STAGES.tear_down([disk])
 
 
+def test_the_disk_of_a_machine_that_came_late_takes_the_machine_with_it(cloud: Cloud) -> None:
+    """The ledger says that the machine is gone: only the teardown of its disk looks for it."""
+    attempt = launch("sleep")
+    STAGES.provision(attempt)
+    STAGES.wait_for(attempt, Phase.RUNNING)
+    disk, *machines = TARGET.resources(attempt)
+    listed = {(each.kind, each.name) for each in TARGET.listed(SETTINGS) if each.run == attempt.run}
+    assert {(each.kind, each.name) for each in (disk, *machines)} <= listed
+    used = f"The disk resource '{disk.name}' is already being used by 'projects/t1/zones/z/instances/t1v-n-1-w-0'"
+    refusal = {"method": "delete_disk", "status": "INVALID_ARGUMENT", "message": used}
+    cloud.faults("compute", fail_next=refusal)
+    assert not TARGET.teardown(disk.kind, disk.name)
+
+    def machines_left() -> set[str]:
+        return {each.kind for each in TARGET.listed(SETTINGS) if each.run == attempt.run} - {disk.kind}
+
+    until(machines_left, not_)
+    STAGES.tear_down([disk])
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_what_another_call_has_created_meanwhile_is_no_error(cloud: Cloud, queued: bool) -> None:
+    method = "create_queued_resource" if queued else "create_node"
+    cloud.faults("tpu", fail_next={"method": method, "status": "ALREADY_EXISTS", "after_effect": True})
+    attempt = launch("succeed", queued=queued)
+    STAGES.provision(attempt)
+    assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
+    STAGES.tear_down(TARGET.resources(attempt))
+
+
 @pytest.mark.parametrize("emulator", ["compute", "tpu"])
 def test_after_a_lost_answer_nothing_is_created_twice(cloud: Cloud, emulator: str) -> None:
     method = {"compute": "insert_disk", "tpu": "create_queued_resource"}[emulator]
@@ -301,6 +333,32 @@ def test_preempted_before_the_script_could_do_anything(cloud: Cloud) -> None:
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.PREEMPTED)
+    STAGES.tear_down(TARGET.resources(attempt))
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "expected"),
+    [
+        (143, "infrastructure", ErrorClass.PREEMPTED),
+        (137, "infrastructure", ErrorClass.PREEMPTED),
+        (137, "out_of_memory", ErrorClass.OUT_OF_MEMORY),
+        (1, "code", ErrorClass.CODE),
+    ],
+)
+def test_a_preemption_explains_a_container_that_was_killed(
+    cloud: Cloud, code: int, written: str, expected: ErrorClass
+) -> None:
+    """The script may not know that the machine is taken away."""
+    cloud.faults("tpu", preempt_next={"after_seconds": 0})
+    attempt = launch("sleep", placements=[{"zone": ZONE, "capacity": "spot"}])
+    STAGES.provision(attempt)
+    assert STAGES.ended(attempt).error_class is ErrorClass.PREEMPTED
+    now = datetime.now(UTC).isoformat()
+    status = {"run": attempt.run, "attempt": 1, "time": now, "exit_code": code, "error_class": written, "message": "x"}
+    name = names.machine_object(attempt.run, 1, "status.json")
+    clients.storage().bucket("runs").blob(name).upload_from_string(json.dumps(status))
+    seen = STAGES.ended(attempt)
+    assert (seen.error_class, seen.exit_code) == (expected, code)
     STAGES.tear_down(TARGET.resources(attempt))
 
 

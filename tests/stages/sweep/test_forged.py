@@ -121,7 +121,7 @@ OF_THE_VICTIM = record(VICTIM, RunState.FAILED).model_dump_json().encode()
                 .encode(),
                 "runs/machine/machine/y/ledger.json": ledger("machine/machine/y", (JOB, job(VICTIM))),
             },
-            "no mark of a run",
+            "are not marks of runs",
         ),
         (  # the second: a record that names another run, whose own ledger was then used
             {names.open_object(FORGER): b"", names.record_object(FORGER): OF_THE_VICTIM},

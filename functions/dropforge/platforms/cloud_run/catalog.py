@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 
 from dropforge.platforms.facts import Source
@@ -18,12 +19,17 @@ _DISKS = Source("https://docs.cloud.google.com/run/docs/configuring/jobs/ephemer
 
 @dataclass(frozen=True)
 class CloudRunMachine:
-    """The least CPU and memory that Cloud Run gives beside one accelerator, and the regions that have it."""
+    """The CPU and memory that Cloud Run gives beside one accelerator, and the regions that have it.
+
+    `most_memory_gib`: the numbers of CPUs that an instance may have, each with its most memory; empty where Google's
+    pages give the minimum only.
+    """
 
     min_cpu: int
     min_memory_gib: int
     regions: tuple[str, ...]
     source: Source
+    most_memory_gib: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,15 @@ class CloudRunQuota:
     """The quota of an accelerator: the word in its id, and the units of one GPU (the newer one counts thousandths)."""
 
     word: str
+    units: int
+    source: Source
+
+
+@dataclass(frozen=True)
+class HostQuota:
+    """The quota of CPU or memory in a region, and its units of one vCPU or GiB."""
+
+    id: str
     units: int
     source: Source
 
@@ -58,6 +73,9 @@ CLOUD_RUN_MACHINES = {
         min_memory_gib=16,
         regions=("asia-south1", "asia-southeast1", "europe-west1", "europe-west4", "us-central1", "us-east4"),
         source=_GPU_PAGE,
+        # https://docs.cloud.google.com/run/docs/configuring/jobs/memory-limits (2026-11-26). Instances of 1 and 2 CPUs
+        # are too small for a GPU; 8 CPUs and 32 GiB are the most.
+        most_memory_gib={4: 16, 6: 24, 8: 32},
     ),
     "nvidia-rtx-pro-6000": CloudRunMachine(
         min_cpu=20,
@@ -77,6 +95,11 @@ CLOUD_RUN_QUOTAS = {
     "nvidia-l4": CloudRunQuota("NvidiaL4", 1, _QUOTAS),
     "nvidia-rtx-pro-6000": CloudRunQuota("NvidiaRtxPro6000", 1000, _QUOTAS),
 }
+
+# Refusals of April and August 2026 show both ids, their units, and a new project's values: 20 vCPUs and 40 GiB.
+_ALLOCATIONS = Source("https://github.com/googlecodelabs/feedback/issues/1856", date(2026, 4, 22))
+CPU_QUOTA = HostQuota("CpuAllocPerProjectRegion", 1000, _ALLOCATIONS)
+MEMORY_QUOTA = HostQuota("MemAllocPerProjectRegion", 2**30, _ALLOCATIONS)
 
 GPU_TASK_SECONDS = Limit(12 * SECONDS_PER_HOUR, _TIMEOUTS)
 GPU_TASK_SECONDS_WITHOUT_PREVIEW = Limit(SECONDS_PER_HOUR, _TIMEOUTS)

@@ -14,10 +14,22 @@ from datetime import datetime
 from typing import Any
 
 from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
-from dropforge.platforms.named import Candidate, Counted, Reached, Share, check_owner, owner_labels, revision_labels
+from dropforge.platforms.named import (
+    Candidate,
+    Counted,
+    Fence,
+    Reached,
+    RevisionGone,
+    Share,
+    check_owner,
+    no_fence,
+    owner_labels,
+    revision_labels,
+)
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Waits
 
@@ -43,7 +55,9 @@ class NamedService:
         parent = f"projects/{deployment.settings.project}/locations/{self.region(deployment)}"
         return f"{parent}/services/{names.named_endpoint(deployment.endpoint)}"
 
-    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+    def deploy(
+        self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
+    ) -> Reached | Waits:
         name = self.service_name(candidate.deployment)
         try:
             service = _find(cloud, name)
@@ -52,7 +66,7 @@ class NamedService:
             else:
                 check_owner(service.name, service.labels, cloud.settings, candidate.endpoint)
                 if not _is_of(service, candidate):
-                    _update(cloud, service, service_request(candidate, _present(cloud, name, shares)))
+                    _update(cloud, service, service_request(candidate, _present(cloud, name, shares)), fence)
             return _wait(cloud, name, lambda found: _reached(found, candidate)) or _waits(cloud, name)
         except client_errors() as error:
             raise classify(error) from error
@@ -67,12 +81,12 @@ class NamedService:
     def resources(self, service: str, revision: str) -> list[str]:
         return [service]
 
-    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
+    def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
         try:
             found = cloud.clients.run_services().get_service(name=service, timeout=TIMEOUT_SECONDS)
             traffic = [_target(share) for share in _present(cloud, service, shares)]
             if _listed(found.traffic) != _listed_json(traffic):
-                _update(cloud, found, {"traffic": traffic})
+                _update(cloud, found, {"traffic": traffic}, fence)
             return bool(_wait(cloud, service, lambda now: _listed(now.traffic_statuses) == _listed_json(traffic)))
         except client_errors() as error:
             raise classify(error) from error
@@ -94,6 +108,35 @@ class NamedService:
                     _delete_revision(cloud, revision.name)
         except GoogleAPICallError as error:
             cloud.log(f"revisions of {service} are not pruned: {error.message}", stage="rollout", severity="WARNING")
+
+    def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        stopped: Json = {"scalingMode": "MANUAL", "manualInstanceCount": 0}
+        try:
+            if (found := _find(cloud, service)) is None:
+                return True
+            if not _is_stopped(found):
+                # Requests to a tag without a share would start an instance: only the revision that serves has a tag.
+                made_by = _made_by(cloud, service)
+                traffic = [_target(share) for share in shares if share.revision in made_by]
+                _update(cloud, found, {"scaling": stopped, **({"traffic": traffic} if traffic else {})}, fence)
+            return bool(_wait(cloud, service, lambda now: _is_settled(now) and _is_stopped(now)))
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
+        serve = candidates[0].deployment.spec.serve
+        assert isinstance(serve, CloudRunServe), "the declaration gives this endpoint only specs of its type"
+        # The end of manual scaling needs both: https://cloud.google.com/run/docs/configuring/services/manual-scaling
+        limits = {"minInstanceCount": serve.min_instances, "maxInstanceCount": serve.max_instances}
+        try:
+            if (found := _find(cloud, service)) is None:
+                hint = "the next rollout creates it again"
+                raise CloudError(ErrorClass.CONFIG, f"{service} does not exist any more", hint)
+            if _is_stopped(found):
+                _update(cloud, found, {"scaling": {"scalingMode": "AUTOMATIC", **limits}}, fence)
+            return bool(_wait(cloud, service, lambda now: _is_settled(now) and not _is_stopped(now)))
+        except client_errors() as error:
+            raise classify(error) from error
 
     def delete(self, cloud: Cloud, service: str) -> bool:
         return CloudRunService().teardown(cloud, KIND, service)
@@ -122,11 +165,22 @@ def _target(share: Share) -> Json:
     return {"type": BY_NAME, "revision": share.revision, "percent": share.percent, "tag": tag}
 
 
-def _present(cloud: Cloud, service: str, shares: list[Share]) -> list[Share]:
-    """The shares without those of no percent whose revisions somebody has deleted: Cloud Run refuses their names."""
+def _made_by(cloud: Cloud, service: str) -> dict[str, str]:
+    """The id of the rollout that made each revision of a service, by the revision's short name."""
     listed = cloud.clients.run_revisions().list_revisions(parent=service, timeout=TIMEOUT_SECONDS)
-    names_present = {revision.name.rpartition("/")[2] for revision in listed}
-    return [share for share in shares if share.percent or share.revision in names_present]
+    return {each.name.rpartition("/")[2]: each.labels.get(names.ROLLOUT_LABEL, "") for each in listed}
+
+
+def _present(cloud: Cloud, service: str, shares: list[Share]) -> list[Share]:
+    """The shares without those of no percent whose revisions somebody has deleted: Cloud Run refuses their names.
+
+    Raises RevisionGone for a deleted revision with a percent. Cloud Run would name it only in the operation.
+    """
+    made_by = _made_by(cloud, service)
+    if gone := [share.revision for share in shares if share.percent and share.revision not in made_by]:
+        message = f"revision {gone[0]} of {service} does not exist any more"
+        raise RevisionGone(message, left=frozenset(made_by.values()))
+    return [share for share in shares if share.revision in made_by]
 
 
 def _find(cloud: Cloud, name: str) -> Any:
@@ -150,10 +204,11 @@ def _create(cloud: Cloud, name: str, wanted: Json) -> None:
         return  # an earlier create whose reply was lost; the next call checks the owner
 
 
-def _update(cloud: Cloud, service: Any, fields: Json) -> None:
+def _update(cloud: Cloud, service: Any, fields: Json, fence: Fence) -> None:
     """Replace these fields of a service. A service that another caller has changed meanwhile stays as it is."""
     from google.api_core.exceptions import Conflict
 
+    fence()
     changed = _message({"name": service.name, "etag": service.etag, **fields})
     paths = ["launch_stage" if field == "launchStage" else field for field in fields]
     request = {"service": changed, "update_mask": {"paths": paths}}
@@ -184,6 +239,18 @@ def _waits(cloud: Cloud, name: str) -> Waits:
     return Waits(service.terminal_condition.message or "Cloud Run creates the revision and starts its container")
 
 
+def _is_stopped(service: Any) -> bool:
+    """Whether a service is disabled: https://cloud.google.com/run/docs/managing/services#disable."""
+    from google.cloud import run_v2
+
+    scaling = service.scaling
+    return bool(scaling.scaling_mode == run_v2.ServiceScaling.ScalingMode.MANUAL and not scaling.manual_instance_count)
+
+
+def _is_settled(service: Any) -> bool:
+    return not service.reconciling and service.observed_generation == service.generation
+
+
 def _is_of(service: Any, candidate: Candidate) -> bool:
     return bool(service.template.labels.get(names.ROLLOUT_LABEL) == candidate.rollout)
 
@@ -197,8 +264,7 @@ def _reached(service: Any, candidate: Candidate) -> Reached | None:
     # A failed deployment never becomes the observed generation, so only success checks the generation.
     if service.terminal_condition.state == run_v2.Condition.State.CONDITION_FAILED:
         raise deployment_failure(service.terminal_condition.message)
-    is_over = service.observed_generation == service.generation
-    return _tagged(service, candidate.number) if is_over else None
+    return _tagged(service, candidate.number) if _is_settled(service) else None
 
 
 def _tagged(service: Any, number: int) -> Reached | None:

@@ -18,8 +18,10 @@ from .catalog import (
     CLOUD_RUN_DRIVERS,
     CLOUD_RUN_MACHINES,
     CLOUD_RUN_QUOTAS,
+    CPU_QUOTA,
     GPU_STARTUP_SECONDS,
     GPU_TASK_SECONDS,
+    MEMORY_QUOTA,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class CloudRunTarget(TargetSpec):
     memory_gib: int = Field(default=32, ge=1, le=512, description="Memory of the task.")
     zonal_redundancy: bool = Field(
         default=False,
-        description="Ask for a GPU that survives the loss of a zone; it costs more, and has another quota.",
+        description="Ask for a GPU with zonal redundancy. It costs more, and has another quota.",
     )
     disk_gib: int | None = Field(
         default=None,
@@ -83,7 +85,7 @@ class CloudRunTarget(TargetSpec):
 
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
-            yield _demand(self.accelerator, 1, placement.region, self.zonal_redundancy)
+            yield _demand(self, 1, placement.region, self.zonal_redundancy)
 
     def check(self, job: JobSpec) -> None:
         if seconds(job.limits.max_duration) > GPU_TASK_SECONDS.most:
@@ -97,12 +99,13 @@ class CloudRunTarget(TargetSpec):
 
 
 class CloudRunServe(ServeSpec):
-    """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
+    """A vLLM endpoint on a Cloud Run service with one GPU. It scales to zero."""
 
     is_private = False
     credential = "identity_token"
     takes_names = True
     splits_requests = True
+    shares = True
 
     type: Literal["cloud_run"] = Field(description="A Cloud Run service.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by Cloud Run's name.")
@@ -114,8 +117,12 @@ class CloudRunServe(ServeSpec):
     min_instances: int = Field(
         default=0, ge=0, le=100, description="Instances that run without requests; 0: the service scales to zero."
     )
-    max_instances: int = Field(default=1, ge=1, le=100, description="Most instances; the budget counts all of them.")
-    startup_timeout: Duration = Field(default="20m", description="At most 30m, Cloud Run's limit with a GPU.")
+    max_instances: int = Field(
+        default=1, ge=1, le=100, description="The largest number of instances; the budget counts all of them."
+    )
+    startup_timeout: Duration = Field(
+        default="20m", description="From the request to an answer. At most 30m, Cloud Run's limit with a GPU."
+    )
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, le=1_000_000, description="Price of an instance, if dropforge does not know it."
@@ -146,22 +153,24 @@ class CloudRunServe(ServeSpec):
         yield from gpu_problems("serve_vllm", self.accelerator, CLOUD_RUN_DRIVERS, "/serve/accelerator")
 
     def check(self, job: JobSpec) -> None:
+        super().check(job)
         if self.region is None:
             check_cloud_run_region(self.accelerator, job.target.placements[0].region, "/serve/region")
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         # During a rollout the instances of two revisions count: https://github.com/pulumi/pulumi-gcp/issues/3794
-        revisions = 1 if self.endpoint is None else 2
+        revisions = 2 if self.is_named else 1
         region = self.region or job.target.placements[0].region
-        yield _demand(self.accelerator, self.max_instances * revisions, region)
+        yield _demand(self, self.max_instances * revisions, region)
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
-        if self.endpoint is not None and not settings.rollout_workflow:
+        if self.is_named and not settings.rollout_workflow:
             message, expected = (
                 "this deployment has no workflow for rollouts",
                 "no name, or `make deploy` of this version",
             )
-            yield SpecProblem("/serve/endpoint", message, self.endpoint, expected)
+            pointer = "/serve/endpoint" if self.endpoint else "/serve/share"
+            yield SpecProblem(pointer, message, self.endpoint or "true", expected)
 
 
 def _machine(accelerator: str, memory_gib: int, disk_gib: int | None = None, disk_field: str = "") -> Machine:
@@ -193,14 +202,22 @@ def _larger_machines(
             }
 
 
-def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
-    if accelerator not in CLOUD_RUN_QUOTAS:
-        return Demand(accelerator, number, region)
-    counted = CLOUD_RUN_QUOTAS[accelerator]
+def _demand(part: CloudRunTarget | CloudRunServe, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
+    """The demand of `number` instances."""
+    beside = (
+        Demand("vCPU", part.cpu * number, region, _quota(CPU_QUOTA.id, region, CPU_QUOTA.units)),
+        Demand("GiB of memory", part.memory_gib * number, region, _quota(MEMORY_QUOTA.id, region, MEMORY_QUOTA.units)),
+    )
+    if part.accelerator not in CLOUD_RUN_QUOTAS:
+        return Demand(part.accelerator, number, region, beside=beside)
+    counted = CLOUD_RUN_QUOTAS[part.accelerator]
     redundancy = "" if zonal_redundancy else "NoZonalRedundancy"
-    name = f"{counted.word}GpuAlloc{redundancy}PerProjectRegion"
-    quota = Quota("run.googleapis.com", name, {"region": region}, counted.units)
-    return Demand(accelerator, number, region, quota)
+    quota = _quota(f"{counted.word}GpuAlloc{redundancy}PerProjectRegion", region, counted.units)
+    return Demand(part.accelerator, number, region, quota, beside=beside)
+
+
+def _quota(name: str, region: str, units: int) -> Quota:
+    return Quota("run.googleapis.com", name, {"region": region}, units)
 
 
 def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:
@@ -213,6 +230,13 @@ def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None
         raise Wrong("/cpu", f"too little for {accelerator}", cpu, f"at least {known.min_cpu}")
     if memory_gib < known.min_memory_gib:
         raise Wrong("/memory_gib", f"too little for {accelerator}", memory_gib, f"at least {known.min_memory_gib}")
+    sizes = known.most_memory_gib
+    if sizes and cpu not in sizes:
+        expected = f"one of {', '.join(map(str, sizes))}"
+        raise Wrong("/cpu", f"Cloud Run has no instance with so many CPUs and {accelerator}", cpu, expected)
+    if sizes and memory_gib > sizes[cpu]:
+        expected = "at most " + ", ".join(f"{most} with {cpus} CPUs" for cpus, most in sizes.items())
+        raise Wrong("/memory_gib", f"too much for an instance with {cpu} CPUs", memory_gib, expected)
 
 
 def check_cloud_run_region(accelerator: str, region: str, pointer: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
+from typing import NamedTuple
 
 from dropforge.platforms.facts import Source
 from dropforge.platforms.images import Driver
@@ -15,24 +17,50 @@ _DRIVERS = Source("https://cloud.google.com/kubernetes-engine/docs/how-to/gpus",
 _QUOTAS = Source("ids that projects list and Google's refusals name, in public repositories", date(2026, 11, 22))
 
 
+class PodSize(NamedTuple):
+    """The most vCPUs and memory (GiB) that a pod may request."""
+
+    cpu: int
+    memory_gib: int
+
+
 @dataclass(frozen=True)
 class GkeGpu:
-    """How many GPUs a node of GKE Autopilot may have, by the accelerator's label."""
+    """How many GPUs a node of GKE Autopilot may have, each with the largest pod beside them."""
 
-    counts: tuple[int, ...]
+    most: Mapping[int, PodSize]
     source: Source = _AUTOPILOT
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.most)
 
+
+# By the accelerator's label. Autopilot refuses a pod that is larger than the maxima of Google's table
+# (https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests), which could not be read on
+# 2026-11-26. The sizes of L4, T4 and A100 are written from memory; a refusal confirms the first of the A100
+# (https://github.com/argoproj/argo-workflows/issues/13073). The sizes of the other GPUs are those of whole machines
+# (a3, a4 and g4), which is more than Autopilot gives: they refuse only what no machine has.
 GKE_GPUS = {
-    "nvidia-l4": GkeGpu((1, 2, 4, 8)),
-    "nvidia-rtx-pro-6000": GkeGpu((1, 2, 4, 8)),
-    "nvidia-tesla-t4": GkeGpu((1, 2, 4)),
-    "nvidia-tesla-a100": GkeGpu((1, 2, 4, 8, 16)),
-    "nvidia-a100-80gb": GkeGpu((1, 2, 4, 8)),
-    "nvidia-h100-80gb": GkeGpu((1, 2, 4, 8)),
-    "nvidia-h100-mega-80gb": GkeGpu((8,)),
-    "nvidia-h200-141gb": GkeGpu((8,)),
-    "nvidia-b200": GkeGpu((8,)),
+    "nvidia-l4": GkeGpu({1: PodSize(31, 115), 2: PodSize(23, 86), 4: PodSize(47, 177), 8: PodSize(95, 367)}),
+    "nvidia-rtx-pro-6000": GkeGpu(
+        {1: PodSize(48, 180), 2: PodSize(96, 360), 4: PodSize(192, 720), 8: PodSize(384, 1440)}
+    ),
+    "nvidia-tesla-t4": GkeGpu({1: PodSize(46, 287), 2: PodSize(46, 287), 4: PodSize(94, 587)}),
+    "nvidia-tesla-a100": GkeGpu(
+        {
+            1: PodSize(11, 74),
+            2: PodSize(22, 148),
+            4: PodSize(46, 310),
+            8: PodSize(94, 632),
+            16: PodSize(94, 1264),
+        }
+    ),
+    "nvidia-a100-80gb": GkeGpu({1: PodSize(11, 148), 2: PodSize(22, 310), 4: PodSize(46, 632), 8: PodSize(94, 1264)}),
+    "nvidia-h100-80gb": GkeGpu({1: PodSize(26, 234), 2: PodSize(52, 468), 4: PodSize(104, 936), 8: PodSize(208, 1872)}),
+    "nvidia-h100-mega-80gb": GkeGpu({8: PodSize(208, 1872)}),
+    "nvidia-h200-141gb": GkeGpu({8: PodSize(224, 2952)}),
+    "nvidia-b200": GkeGpu({8: PodSize(224, 3968)}),
 }
 
 # The driver that GKE installs on Container-Optimized OS of versions 1.31 to 1.33, by the value of the node label

@@ -17,7 +17,18 @@ from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes, Object
-from dropforge.platforms.named import Candidate, Counted, Reached, Share, check_owner, owner_labels, revision_labels
+from dropforge.platforms.named import (
+    Candidate,
+    Counted,
+    Fence,
+    Reached,
+    RevisionGone,
+    Share,
+    check_owner,
+    no_fence,
+    owner_labels,
+    revision_labels,
+)
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Waits
 
@@ -52,7 +63,10 @@ class NamedDeployments:
         namespace = f"{cluster_of(deployment)}/k8s/namespaces/{deployment.settings.kubernetes_namespace}"
         return f"{namespace}/services/{names.named_endpoint(deployment.endpoint)}"
 
-    def deploy(self, cloud: Cloud, candidate: Candidate, shares: list[Share]) -> Reached | Waits:
+    def deploy(
+        self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
+    ) -> Reached | Waits:
+        # It moves no request, so nobody asks the fence: a revision that is made too late is pruned.
         deployment, cluster = candidate.deployment, cluster_of(candidate.deployment)
         api = connect(cloud, deployment)
         if api is None:
@@ -78,21 +92,21 @@ class NamedDeployments:
     def resources(self, service: str, revision: str) -> list[str]:
         return [service, _deployment_name(service, revision)]
 
-    def shift(self, cloud: Cloud, service: str, shares: list[Share]) -> bool:
+    def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
         (wanted,) = (share.revision for share in shares if share.percent)
         api = _api(cloud, service)
         if api is None or (found := api.get(service)) is None:
             hint = "the next rollout creates it again"
-            raise CloudError(ErrorClass.CONFIG, f"{service} does not exist any more", hint)
+            raise RevisionGone(f"{service} does not exist any more", hint, left=frozenset())
         if found["spec"]["selector"] == {INSTANCE: wanted}:
             return True
         server = api.get(_deployment_name(service, wanted))
         if server is None:
-            raise CloudError(ErrorClass.CONFIG, f"revision {wanted} does not exist any more")
+            raise RevisionGone(f"revision {wanted} does not exist any more")
         if not server.get("status", {}).get("availableReplicas"):
             return False  # its pods were lost after the check, and Kubernetes replaces them
-        version = {"resourceVersion": found["metadata"]["resourceVersion"]}
-        return api.patch(service, {"metadata": version, "spec": {"selector": {INSTANCE: wanted}}})
+        fence()
+        return _patch(api, service, found, {"selector": {INSTANCE: wanted}})
 
     def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
         raise CloudError(ErrorClass.CONFIG, GkeServe.no_canary(), "every request at once: `--canary none`")
@@ -104,6 +118,37 @@ class NamedDeployments:
         except CloudError as error:
             message = f"revisions of {service} are not pruned: {error.message}"
             cloud.log(message, stage="rollout", severity="WARNING")
+
+    def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        # The autoscaler of a Deployment without replicas does nothing:
+        # https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/#implicit-maintenance-mode-deactivation
+        if (api := _api(cloud, service)) is None:
+            return True
+        deadline = cloud.clock.monotonic() + kubernetes.GONE_WAIT_SECONDS
+        while running := _running(cloud, api, service):
+            for name, item in running:
+                if item["kind"] == "Deployment" and item["spec"]["replicas"]:
+                    fence()
+                    _patch(api, name, item, {"replicas": 0})
+            if cloud.clock.monotonic() > deadline:
+                return False
+            cloud.clock.sleep(kubernetes.LOOK_SECONDS)
+        return True
+
+    def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
+        api, is_done = _api(cloud, service), True
+        for candidate in candidates:
+            name = _deployment_name(service, names.named_revision(candidate.endpoint, candidate.number))
+            found = None if api is None else api.get(name)
+            if api is None or found is None:
+                if candidate is candidates[0]:
+                    raise CloudError(ErrorClass.CONFIG, f"{name} does not exist any more")
+                continue  # a user has deleted the revision for a rollback
+            if not found["spec"]["replicas"]:
+                fence()
+                wanted = {"replicas": serve_of(candidate.deployment.spec).min_instances}
+                is_done = _patch(api, name, found, wanted) and is_done
+        return is_done
 
     def delete(self, cloud: Cloud, service: str) -> bool:
         api = _api(cloud, service)
@@ -161,6 +206,17 @@ def _prune(cloud: Cloud, api: Kubernetes, service: str, kept: set[str], last: in
         is_old = number is not None and number <= last
         if is_old and item["metadata"]["name"] not in {*selected, *kept}:
             api.delete(name, item["metadata"]["uid"])
+
+
+def _patch(api: Kubernetes, name: str, read: Object, spec: Object) -> bool:
+    """Change the spec of an object that was read; False if another caller has changed the object since."""
+    return api.patch(name, {"metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}, "spec": spec})
+
+
+def _running(cloud: Cloud, api: Kubernetes, service: str) -> list[tuple[str, Object]]:
+    """The Deployments with replicas, and the pods, of an endpoint."""
+    parts = _parts(cloud, api, service, with_pods=True)
+    return [(name, item) for name, item in parts if item["kind"] == "Pod" or (item.get("spec") or {}).get("replicas")]
 
 
 def _serving(api: Kubernetes, service: str, shares: list[Share]) -> str:

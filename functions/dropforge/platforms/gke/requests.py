@@ -21,8 +21,14 @@ from .spec import ClusterTarget, GkePlacement, GkeServe, GkeTarget
 CONTAINER = "trainer"
 USER = 10001  # of containers/train_trl/Dockerfile; runAsNonRoot needs the user's number
 MAIN_PORT = 29500
+# GKE mounts the libraries of the driver here, and CUDA finds them by LD_LIBRARY_PATH alone
+# (https://cloud.google.com/kubernetes-engine/docs/how-to/gpus#cuda). The pod's value replaces the image's.
+DRIVER_LIBRARIES = "/usr/local/nvidia/lib64"
 GRACE_SECONDS = 120  # for the last checkpoint
 SPOT_GRACE_SECONDS = 25  # the most that Autopilot gives a Spot pod
+# Autopilot may move a pod to save nodes. This annotation prevents that for 7 days; Spot pods may not have it
+# (https://cloud.google.com/kubernetes-engine/docs/how-to/extended-duration-pods).
+UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 KEPT_SECONDS = 24 * 3600  # Kubernetes deletes a finished Job after this if teardown and sweep have not
 
 
@@ -161,9 +167,7 @@ def job_manifest(launch: Launch) -> Object:
 
 
 def _pod_metadata(launch: Launch) -> Object:
-    # Autopilot may move a pod to save nodes. This annotation prevents that; Spot pods may not have it.
-    unmoved = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": unmoved})}
+    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": UNMOVED})}
 
 
 def _pod(launch: Launch) -> Object:
@@ -204,6 +208,7 @@ def _variables(launch: Launch) -> dict[str, str]:
     target, name = gke_target(launch.spec), _metadata(launch)["name"]
     variables = {
         **container_variables(launch),
+        "LD_LIBRARY_PATH": DRIVER_LIBRARIES,
         "DROPFORGE_GRACE_SECONDS": str(_grace_seconds(launch)),
         "DROPFORGE_NUM_PROCESSES": str(target.accelerator_count),
     }

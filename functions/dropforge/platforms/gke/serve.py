@@ -48,7 +48,7 @@ class GkeDeployment:
     def region(self, deployment: Deployment) -> str:
         return region_of(deployment.spec)
 
-    def price(self, spec: JobSpec) -> HourlyPrice:
+    def price(self, spec: JobSpec, placement: int | None = None) -> HourlyPrice:
         serve = serve_of(spec)
         if serve.price_usd_per_hour is not None:
             return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")

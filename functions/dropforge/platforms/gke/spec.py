@@ -95,20 +95,23 @@ class GkeTarget(ClusterTarget):
     type: Literal["gke"] = Field(description="A Kubernetes Job on GKE Autopilot.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by GKE's name.")
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
-    nodes: int = Field(
-        default=1, ge=1, le=64, description="Nodes with the same GPUs; the model is sharded over all of them."
-    )
+    nodes: int = Field(default=1, ge=1, le=64, description="Nodes with the same GPUs; all of them share the model.")
     node_network: Literal["rdma", "tcp"] = Field(
         default="rdma",
-        description="Of several nodes. dropforge sets up no RDMA yet: 'tcp' accepts that GPUs wait for the network.",
+        description="The network between several nodes. dropforge sets up no RDMA yet: with 'tcp' you accept that GPUs "
+        "wait for the network.",
     )
     cluster: GkeCluster = Field(default=GkeCluster(), description="The cluster of an attempt.")
-    cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
+    cpu: int | None = Field(
+        default=None, ge=1, le=224, description="Of each node. Default: Autopilot's value for the GPU."
+    )
     memory_gib: int | None = Field(
-        default=None, ge=1, le=4000, description="Of each node; default: Autopilot's for the GPU."
+        default=None, ge=1, le=4000, description="Of each node. Default: Autopilot's value for the GPU."
     )
     shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
-    ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
+    ephemeral_storage_gib: int = Field(
+        default=100, ge=10, le=6000, description="Space for weights, data and checkpoints."
+    )
     placements: list[GkePlacement] = Field(
         min_length=1, max_length=20, description="Regions and capacities, in the order in which attempts try them."
     )
@@ -121,7 +124,7 @@ class GkeTarget(ClusterTarget):
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeTarget:
-        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        check_gke_pod(self)
         return self
 
     @property
@@ -171,28 +174,39 @@ class GkeTarget(ClusterTarget):
 
 
 class GkeServe(ServeSpec):
-    """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster, reached inside the VPC only."""
+    """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster. Only clients in the VPC reach it."""
 
     takes_names = True
+    shares = True
 
     type: Literal["gke"] = Field(description="A Deployment on GKE Autopilot.")
     accelerator: str = Field(default="nvidia-l4", description="The GPU, by GKE's name.")
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
     region: Region | None = Field(default=None, description="Default: the target's first placement.")
     cluster: ClusterName | None = Field(
-        default=None, description="Default: the target's cluster, else the deployment's."
+        default=None, description="Default: the target's cluster, else the deployment's cluster."
     )
     capacity: Capacity = Field(default="on_demand", description="on_demand, spot, flex_start, or a reservation.")
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
-    cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
-    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: Autopilot's for the accelerator.")
+    cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's value for the accelerator.")
+    memory_gib: int | None = Field(
+        default=None, ge=1, le=4000, description="Default: Autopilot's value for the accelerator."
+    )
     ephemeral_storage_gib: int = Field(
-        default=20, ge=10, le=6000, description="Disk of an instance; the weights are streamed and need none."
+        default=20,
+        ge=10,
+        le=6000,
+        description="Disk of an instance. The server streams the weights, so they need no disk.",
     )
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
     min_instances: int = Field(default=1, ge=1, le=100, description="Instances that always run.")
-    max_instances: int = Field(default=1, ge=1, le=100, description="More than min_instances: scaled by the queue.")
+    max_instances: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="The largest number of instances. If it is above min_instances, the queue decides the number.",
+    )
     target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
     startup_timeout: Duration = Field(default="30m", description="From the request to an answer.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
@@ -202,7 +216,7 @@ class GkeServe(ServeSpec):
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeServe:
-        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        check_gke_pod(self)
         if self.min_instances > self.max_instances:
             expected = f"at most max_instances, {self.max_instances}"
             raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
@@ -275,8 +289,9 @@ def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand
     return Demand(accelerator, number, region, quota, capacity, listed_by="compute")
 
 
-def check_gke_accelerator(accelerator: str, count: int) -> None:
-    """Raise Wrong unless Autopilot offers nodes with `count` of `accelerator`."""
+def check_gke_pod(part: GkeTarget | GkeServe) -> None:
+    """Raise Wrong unless Autopilot offers nodes with the part's GPUs, and takes a pod with its CPU and memory there."""
+    accelerator, count = part.accelerator, part.accelerator_count
     known = GKE_GPUS.get(accelerator)
     if known is None:
         expected = f"one of {', '.join(sorted(GKE_GPUS))}"
@@ -284,3 +299,8 @@ def check_gke_accelerator(accelerator: str, count: int) -> None:
     if count not in known.counts:
         expected = f"one of {', '.join(map(str, known.counts))}"
         raise Wrong("/accelerator_count", f"GKE Autopilot has no node with so many {accelerator}", count, expected)
+    most = known.most[count]
+    for field, found, largest in (("cpu", part.cpu, most.cpu), ("memory_gib", part.memory_gib, most.memory_gib)):
+        if found is not None and found > largest:
+            message = f"GKE Autopilot refuses so large a pod beside {count} {accelerator}"
+            raise Wrong(f"/{field}", message, found, f"at most {largest}, or no value: then Autopilot chooses")

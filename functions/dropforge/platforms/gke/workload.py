@@ -18,7 +18,7 @@ from dropforge.platforms.serving import Deployment, endpoint_labels, server_envi
 from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec, seconds
 
-from .requests import node_labels
+from .requests import DRIVER_LIBRARIES, node_labels
 from .spec import ClusterTarget, GkeServe
 
 PORT = 8000
@@ -31,6 +31,9 @@ PROBE_PERIOD_SECONDS = 5
 STOP_INTAKE_SECONDS = 10  # until the load balancer stops sending requests to an ending pod
 END_SECONDS = 5  # for the end of a server without requests
 SPOT_DRAIN_SECONDS = 10  # for unfinished answers: Spot capacity gives 25 s for the whole end of a pod
+# vLLM's image sets the same value for GKE (https://github.com/vllm-project/vllm/pull/25766). Other images do not have
+# the first directory.
+LIBRARIES = f"{DRIVER_LIBRARIES}:/usr/local/cuda/lib64"
 SHARED_MEMORY_GIB = 2  # of /dev/shm per GPU: tensor parallelism passes tensors through it
 # The kinds of a workload's objects, and of a named endpoint's.
 KINDS = (
@@ -189,6 +192,7 @@ def _container(workload: Workload, serve: GkeServe) -> Object:
     health = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": PROBE_PERIOD_SECONDS}
     environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
     environment.append({"name": "DROPFORGE_TENSOR_PARALLEL_SIZE", "value": str(serve.accelerator_count)})
+    environment.append({"name": "LD_LIBRARY_PATH", "value": LIBRARIES})
     if workload.drain_seconds:
         environment.append({"name": "DROPFORGE_DRAIN_SECONDS", "value": str(workload.drain_seconds)})
     return {

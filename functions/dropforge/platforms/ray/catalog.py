@@ -99,6 +99,21 @@ GKE_TPUS = {
         _FLAT_SLICES,
     ),
 }
+
+
+@dataclass(frozen=True)
+class PodLimit:
+    """The most vCPUs and memory (GiB) of a pod without an accelerator, by Autopilot's compute class."""
+
+    cpu: int
+    memory_gib: int
+    source: Source
+
+
+# From memory, but for 30 vCPUs. The table could not be read on that day:
+# https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests
+_SIZES = Source("figures of Autopilot's pods from memory", date(2026, 11, 26))
+GENERAL_PURPOSE, BALANCED = PodLimit(30, 110, _SIZES), PodLimit(222, 851, _SIZES)
 TPU_HOST_CHIPS = 4  # of every slice of several hosts; one host alone has up to 8
 
 

@@ -11,17 +11,15 @@ it can read, it asks for the health of Ray with wget in the container, which con
 
 from __future__ import annotations
 
-from typing import Any
-
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.kubernetes import CLUSTER, Object, resource_of
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.gke.requests import cluster_of, cluster_request, network_policies, node_labels
+from dropforge.platforms.gke.requests import UNMOVED, cluster_of, cluster_request, network_policies, node_labels
 from dropforge.platforms.training import Launch, access_variables, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
-from .catalog import GKE_TPUS
+from .catalog import GENERAL_PURPOSE, GKE_TPUS
 from .spec import RayTarget
 
 RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
@@ -37,6 +35,9 @@ NODE_STORAGE = "10Gi"
 # it with the pod (https://kubernetes.io/docs/concepts/storage/ephemeral-volumes/#generic-ephemeral-volumes).
 WORK, WORK_PATH = "work", "/work"
 USER = 10001  # of containers/train_ray/Dockerfile; a new file system belongs to root, and fsGroup gives it to the user
+# The chips' devices belong to root, as on a TPU VM. KubeRay's samples for v6e run the workers as root, too
+# (https://github.com/ray-project/kuberay, ray-operator/config/samples/ray-job.tpu-v6e-16-multihost.yaml, 2026-08-19).
+DEVICES_USER = 0
 # GKE makes this class in every cluster: pd-balanced, and the disk is deleted with its claim
 # (https://cloud.google.com/kubernetes-engine/docs/concepts/persistent-volumes#storageclasses).
 STANDING_STORAGE_CLASS = "standard-rwo"
@@ -115,9 +116,11 @@ def _head(launch: Launch) -> Object:
         variables["DROPFORGE_SECRETS"] = secret_references(launch)
     container = _container(launch, HEAD, variables, {"limits": amounts, "requests": amounts})
     container["volumeMounts"] = [{"name": WORK, "mountPath": WORK_PATH}]
-    template = _template(launch, container, {})
-    template["spec"] |= {"securityContext": {"fsGroup": USER}, "volumes": [_work_volume(launch)]}
-    return {"rayStartParams": {"num-cpus": "0"}, "template": template}
+    # KubeRay answers the loss of the head with a new head, and gives it the whole job again.
+    more: Object = {"securityContext": {"fsGroup": USER}, "volumes": [_work_volume(launch)]}
+    if target.head_cpu > GENERAL_PURPOSE.cpu or target.head_memory_gib > GENERAL_PURPOSE.memory_gib:
+        more["nodeSelector"] = {"cloud.google.com/compute-class": "Balanced"}
+    return {"rayStartParams": {"num-cpus": "0"}, "template": _template(launch, container, UNMOVED, more)}
 
 
 def _work_volume(launch: Launch) -> Object:
@@ -150,7 +153,11 @@ def storage_class_manifest(launch: Launch) -> Object:
 
 
 def _workers(launch: Launch) -> Object:
-    """The worker group: one replica with all hosts of the slice, which start and end together."""
+    """The worker group: one replica with all hosts of the slice, which start and end together.
+
+    rayStartParams name no resource TPU: KubeRay derives it from the limit google.com/tpu
+    (https://github.com/ray-project/kuberay/pull/2495, November 2024), and Ray also counts the devices itself.
+    """
     target = ray_target(launch.spec)
     host = GKE_TPUS[target.accelerator].hosts[target.slice.chips]
     amounts = {
@@ -170,6 +177,8 @@ def _workers(launch: Launch) -> Object:
         {"name": "NODE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
         {"name": "VBAR_CONTROL_SERVICE_URL", "value": f"$(NODE_IP):{VBAR_PORT}"},
     ]
+    is_spot = target.placements[launch.placement].capacity == "spot"
+    more = {"nodeSelector": _slice_labels(launch), "securityContext": {"runAsUser": DEVICES_USER}}
     return {
         "groupName": "slice",
         "replicas": 1,
@@ -177,20 +186,23 @@ def _workers(launch: Launch) -> Object:
         "maxReplicas": 1,
         "numOfHosts": target.slice.hosts,
         "rayStartParams": {},
-        "template": _template(launch, container, _slice_labels(launch)),
+        "template": _template(launch, container, {} if is_spot else UNMOVED, more),
     }
 
 
-def _template(launch: Launch, container: Object, selector: dict[str, str]) -> Object:
-    spec: dict[str, Any] = {
+def _template(launch: Launch, container: Object, annotations: dict[str, str], more: Object) -> Object:
+    """The template of a group's pods; `more` are fields of their spec."""
+    metadata: Object = {"labels": run_labels(launch)}
+    if annotations:
+        metadata["annotations"] = annotations
+    spec: Object = {
         "serviceAccountName": launch.settings.kubernetes_trainer_account,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "enableServiceLinks": False,
         "containers": [container],
+        **more,
     }
-    if selector:
-        spec["nodeSelector"] = selector
-    return {"metadata": {"labels": run_labels(launch)}, "spec": spec}
+    return {"metadata": metadata, "spec": spec}
 
 
 def _container(launch: Launch, name: str, variables: dict[str, str], resources: Object) -> Object:

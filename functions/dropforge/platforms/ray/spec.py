@@ -15,7 +15,7 @@ from dropforge.spec.kinds import Accelerators
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Wrong
 
-from .catalog import GKE_TPUS, TpuSlice, slice_quota, tpu_slice
+from .catalog import BALANCED, GKE_TPUS, TpuSlice, slice_quota, tpu_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +33,22 @@ class RayTarget(ClusterTarget):
 
     type: Literal["ray"] = Field(description="A RayJob on GKE.")
     accelerator: str = Field(default="tpu-v6e-slice", description="GKE's name of the TPU generation.")
-    topology: str = Field(default="4x4", description="Chips of the slice; hosts and their chips follow from it.")
+    topology: str = Field(
+        default="4x4", description="Chips of the slice. The number of hosts and their chips follow from it."
+    )
     cluster: GkeCluster = Field(default=GkeCluster(), description="The cluster of an attempt, with the Ray operator.")
-    head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
-    head_memory_gib: int = Field(default=100, ge=1, le=1000, description="The head holds the model twice, in 32 bits.")
+    head_cpu: int = Field(
+        default=16,
+        ge=1,
+        le=BALANCED.cpu,
+        description="CPUs of the head, which converts weights and runs the driver.",
+    )
+    head_memory_gib: int = Field(
+        default=100,
+        ge=1,
+        le=BALANCED.memory_gib,
+        description="Memory of the head, which holds the model twice, in 32 bits.",
+    )
     head_storage_gib: int = Field(
         default=200, ge=10, le=6000, description="The head's disk, for weights before and after training."
     )

@@ -43,7 +43,7 @@ class TpuVmServer:
     def region(self, deployment: Deployment) -> str:
         return _zone(deployment.spec)
 
-    def price(self, spec: JobSpec) -> HourlyPrice:
+    def price(self, spec: JobSpec, placement: int | None = None) -> HourlyPrice:
         serve = _serve(spec)
         if serve.price_usd_per_hour is not None:
             return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")

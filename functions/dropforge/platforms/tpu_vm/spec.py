@@ -64,13 +64,13 @@ class TpuVmTarget(TargetSpec):
     accelerator_type: str = Field(
         default="v5litepod-8",
         examples=["v5litepod-8", "v6e-4"],
-        description="Generation and size, by the TPU API's name; one machine.",
+        description="Generation and size, by the TPU API's name. It must be one machine.",
     )
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
     queued: bool = Field(
-        default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
+        default=True, description="True: wait for capacity in Google's queue. False: fail if there is no capacity now."
     )
-    data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
+    data_disk_gib: int = Field(default=200, ge=10, le=65536, description="Space for weights, data and checkpoints.")
     placements: list[TpuVmPlacement] = Field(
         min_length=1, max_length=20, description="Zones and capacities, in the order in which attempts try them."
     )
@@ -174,14 +174,16 @@ class TrainingVmServe(OneMachine):
 
 
 class TpuVmServe(OneMachine):
-    """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
+    """A vLLM endpoint on its own Cloud TPU VM of one machine. Only clients in the VPC reach it."""
 
     type: Literal["tpu_vm"] = Field(description="A separate Cloud TPU VM.")
-    accelerator_type: str = Field(default="v5litepod-8", description="The model is on all of its chips.")
+    accelerator_type: str = Field(
+        default="v5litepod-8", description="Generation and size, by the TPU API's name. The model is on all chips."
+    )
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
     zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
     queued: bool = Field(
-        default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
+        default=True, description="True: wait for capacity in Google's queue. False: fail if there is no capacity now."
     )
     capacity: Literal["on_demand", "spot", "reservation"] = Field(
         default="on_demand", description="on_demand, spot, or a reservation."

@@ -49,7 +49,7 @@ error_class=code # dropforge.base.errors.ErrorClass of a failure in this step
 reason=''        # why the step failed, if that is known
 hint=''
 failed_command=''
-terminated='' # set by SIGTERM
+terminated='' # set by SIGTERM, and when a container ends while the machine shuts down
 exit_code=''  # the container's
 oom_killed=''
 run='' attempt='' role='' bucket='' topic='' job='' run_key='' access_url='' access_request=''
@@ -267,7 +267,7 @@ run_container() {
     docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
     timeout --preserve-status --kill-after="$KILL_SECONDS" "$left" \
         docker run --name dropforge --privileged --network host --shm-size 16g --volume "$work:/work" \
-        ${arguments[@]+"${arguments[@]}"} "$image" &
+        --stop-timeout "$STOP_SECONDS" ${arguments[@]+"${arguments[@]}"} "$image" &
     job=$!
     while
         exit_code=0
@@ -276,8 +276,16 @@ run_container() {
     do :; done
     job='' oom_killed=''
     read_end
+    if is_stopping; then terminated=yes; fi
     docker rm --force dropforge >/dev/null 2>&1 || true
     echo "the container ended with exit code $exit_code"
+}
+
+# Whether the machine shuts down, as before a preemption. systemd then stops Docker, and Docker this container within its
+# --stop-timeout. This script gets no signal: its unit has KillMode=process, and only the program that runs it ends
+# (https://github.com/GoogleCloudPlatform/guest-agent, google-startup-scripts.service).
+is_stopping() {
+    [ "$(systemctl is-system-running 2>/dev/null)" = stopping ]
 }
 
 # Docker knows the exit code for certain. Bash does not: `wait` answers 143, or even -1, where the container ends at the

@@ -8,6 +8,7 @@ API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ STARTUP_SCRIPT = Path(__file__).with_name("startup.sh")
 GRACE_SECONDS = 25  # of the 30 s between a preemption and the end
 # Compute Engine's name for the first disk that is attached without a name.
 DATA_DISK = "persistent-disk-1"
+_KILLED = (137, 143)  # exit codes of a container that a signal from outside has ended
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
 # What the states of a queued resource mean: https://cloud.google.com/tpu/docs/queued-resources
 _QUEUE = {
@@ -84,7 +86,8 @@ class TpuVms:
             queued, node = tpu.find_machine(cloud, wanted)
             status = status_of(queued, node, wanted)
             # The written status outlives the machine, and says more than the machine's state.
-            return (_written(cloud, launch) if node is not None else None) or status
+            written = _written(cloud, launch) if node is not None else None
+            return _with_preemption(written, status) if written else status
         except client_errors() as error:
             raise classify(error) from error
 
@@ -95,7 +98,15 @@ class TpuVms:
         yield from (resource for resource in resources if names.ATTEMPT_LABEL in resource.labels)
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        return delete_disk(cloud, name) if kind == DISK else tpu.delete(cloud, kind, name)
+        if kind != DISK:
+            return tpu.delete(cloud, kind, name)
+        if delete_disk(cloud, name):
+            return True
+        # A call that nobody waits for any more may have created the machine late: it uses the disk, although the ledger
+        # says that it is gone.
+        for machine in (tpu.QUEUED, tpu.NODE):
+            tpu.delete(cloud, machine, _machine_name(name, machine))
+        return False
 
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
@@ -115,6 +126,13 @@ def queued_name(launch: Launch) -> str:
 def disk_name(launch: Launch) -> str:
     zone = _zone(launch)
     return f"projects/{launch.settings.project}/zones/{zone}/disks/{names.training_name(launch.run, launch.attempt)}"
+
+
+def _machine_name(disk: str, kind: str) -> str:
+    """The name of the node, or of the queued resource, of the attempt whose data disk is `disk`."""
+    _, project, _, zone, _, short = disk.split("/")
+    collection = "nodes" if kind == tpu.NODE else "queuedResources"
+    return f"projects/{project}/locations/{zone}/{collection}/{short}"
 
 
 def disk_request(launch: Launch) -> dict[str, Any]:
@@ -296,6 +314,17 @@ def _written(cloud: Cloud, launch: Launch) -> Status | None:
     if code == 0:
         return Status(Phase.SUCCEEDED, exit_code=0, ended=ended)
     return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)
+
+
+def _with_preemption(written: Status, machine: Status) -> Status:
+    """The written status; for a container that was killed on a preempted machine, the preemption.
+
+    A machine that is taken away ends its container, and does not always tell the script why.
+    """
+    is_killed = written.error_class is ErrorClass.INFRASTRUCTURE and written.exit_code in _KILLED
+    if is_killed and machine.error_class is ErrorClass.PREEMPTED:
+        return replace(machine, exit_code=written.exit_code, ended=written.ended)
+    return written
 
 
 def _placement(launch: Launch) -> Any:

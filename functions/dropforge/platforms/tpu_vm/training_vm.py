@@ -6,6 +6,7 @@ startup script reports the end of training, waits until the run's record says DE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dropforge.base.errors import CloudError, ErrorClass
@@ -29,8 +30,12 @@ class TrainingVm(TpuVmServer):
     def region(self, deployment: Deployment) -> str:
         return tpu_vm.TpuVms().regions(deployment.spec)[_trained(deployment).placement]
 
-    def price(self, spec: JobSpec) -> HourlyPrice:
-        return tpu_vm.TpuVms().price(spec, 0)
+    def price(self, spec: JobSpec, placement: int | None = None) -> HourlyPrice:
+        target = tpu_vm.TpuVms()
+        if placement is not None:
+            return target.price(spec, placement)
+        prices = [target.price(spec, index) for index in range(len(target.regions(spec)))]
+        return max(prices, key=lambda price: math.inf if price.usd_per_hour is None else price.usd_per_hour)
 
     def resources(self, deployment: Deployment) -> list[Resource]:
         """The resources of the training, the disk last: the first resource stands for the endpoint."""

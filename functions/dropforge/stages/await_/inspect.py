@@ -6,15 +6,17 @@ is enough.
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta
 
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
+from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, Progress, read_job_event
-from dropforge.run.record import Notice, Record, RunError, RunState
+from dropforge.run.record import MAX_REASON, Notice, Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waiting, failed, superseded
@@ -90,7 +92,7 @@ def _continue(
         record = warn(context, record, spec, notice)
     if status is not None and status.wait_reason:
         record = warn_of_wait(context, record, spec)
-    if record.attempt != attempt:  # this call was slow, and what it saw of its attempt says nothing of the next attempt
+    if record.attempt != attempt:  # this call was slow: what it saw of its attempt says nothing about the next attempt
         return superseded(record)
     if stuck := _stuck(context, record, spec, status, heard):
         record = warn(context, record, spec, Notice(f"stuck-a{attempt}", "is stuck", stuck.message))
@@ -106,8 +108,8 @@ def _continue(
 def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard) -> RunError | None:
     """The error of a running attempt whose training has made no progress for limits.stuck_after.
 
-    Reports alone prove no progress: a container may report the same step again and again. The series says when the
-    highest step was reached. Of the events, at most two are read.
+    Reports alone are no proof of progress: a container may report the same step again and again. The series says when
+    the highest step was reached. Of the events, at most two are read.
     """
     store, attempt, now = context.store, record.attempts[-1], context.now()
     after = timedelta(seconds=seconds(spec.limits.stuck_after))
@@ -225,7 +227,9 @@ def _note_waiting(context: Context, record: Record, status: Status | None, *, st
 
 
 def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manifest) -> Succeeded:
-    store, attempt, metrics = context.store, record.attempt, dict(manifest.metrics)
+    store, attempt = context.store, record.attempt
+    odd = {name: value for name, value in manifest.metrics.items() if value is not None and not math.isfinite(value)}
+    metrics: dict[str, float | None] = {**manifest.metrics, **dict.fromkeys(odd)}  # JSON has neither NaN nor infinities
 
     def change(latest: Record) -> Record:
         trained = _in_training(latest, attempt, context.now()).with_end(attempt, None, context.now())
@@ -237,9 +241,19 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
     record = _tell_training(context, record, attempt, spec, is_over=True)
-    if notice := _truncation(spec, metrics):
-        warn(context, record, spec, notice)
-    return Succeeded(serve=spec.serve is not None, gate=_gate(spec, metrics))
+    for notice in (_truncation(spec, metrics), _not_finite(odd)):
+        if notice is not None:
+            record = warn(context, record, spec, notice)
+    return Succeeded(serve=spec.serve is not None, gate=_gate(spec, manifest.metrics))
+
+
+def _not_finite(odd: dict[str, float]) -> Notice | None:
+    """A notice about the metrics that are NaN or infinite: the record has no value for them."""
+    if not odd:
+        return None
+    told = cut(", ".join(f"{name} is {value}" for name, value in odd.items()), MAX_REASON)
+    text = f"{told}: lists and reports have no value of it"
+    return Notice("metrics-not-finite", "has metrics that are not finite", text)
 
 
 def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | None:

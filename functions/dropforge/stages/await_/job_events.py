@@ -33,7 +33,7 @@ def receive_job_event(context: Context, data: bytes, claimed_proof: object) -> N
         return
     store = context.store
     if not _is_of(store.recall(event.run), event) and not _is_of(store.find(event.run), event):
-        message = "job event of no running attempt"
+        message = "job event without a running attempt"
         context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
         return
     if not is_proved(store.key(event.run), EVENT_NAME, data, claimed_proof):

@@ -8,31 +8,36 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from hashlib import sha256
 
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.context import Context
+from dropforge.endpoints import shared
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
+from dropforge.endpoints.shared import Adapter
 from dropforge.money import serving_price
-from dropforge.platforms.named import Candidate, Counted, Reached, Share
-from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
+from dropforge.platforms.named import Candidate, Counted, Fence, Reached, RevisionGone, Share
+from dropforge.platforms.serving import START_HINT, Deployment, Served, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
-from dropforge.run.artifacts import read_manifest
+from dropforge.run.artifacts import Manifest, files_digest, read_manifest
 from dropforge.run.events import dumps
-from dropforge.run.record import MAX_REASON, Parity, RunError, RunState
+from dropforge.run.record import MAX_REASON, Parity, Record, RunError, RunState
+from dropforge.run.seal import ROWS
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Answer, Pending
 from dropforge.stages.completion import completion_problem
-from dropforge.stages.looks import next_look_since
-from dropforge.stages.parity import compare
+from dropforge.stages.looks import next_look_since, next_turn
+from dropforge.stages.parity import SHARE, compare
 
 from . import canary
-from .answers import Promoted, Retired, RolledBack, Superseded
-from .requests import nothing_before
+from .answers import Promoted, Retired, RolledBack, Superseded, Suspended
+from .requests import SHARING, money_problem, nothing_before
 from .telling import tell
 
 COMPARING = timedelta(minutes=30)  # for the parity seal, beyond serve.startup_timeout
 LOOK_SECONDS = 2.0
-TURN_SECONDS = 5.0  # between two looks at the rollout before
+BUDGET_HINT = "the model is kept; `dropforge serve RUN --as NAME` puts it behind the name then"
+DAMAGED_HINT = "serve the model of another run"
+CHANGES = ("deploy", "remove")  # the kinds with a new revision
 Step = Callable[[Context, EndpointRecord, Rollout], Answer | None]
 
 
@@ -47,7 +52,7 @@ def advance(context: Context, endpoint: str, rollout: str, execution: str) -> An
         return Superseded(execution=mine.execution)
     if not mine.state.is_terminal:
         if record.current != mine:
-            return Pending(wait_seconds=TURN_SECONDS)
+            return Pending(wait_seconds=next_turn((context.now() - mine.requested).total_seconds()))
         if (answer := _take_steps(context, record, rollout)) is not None:
             return answer
         record = context.endpoints.record(endpoint)
@@ -63,7 +68,8 @@ def _take_steps(context: Context, record: EndpointRecord, rollout: str) -> Answe
         try:
             if (answer := _STEPS[mine.state](context, record, mine)) is not None:
                 return answer
-        except CloudError as error:
+        except (CloudError, Malformed, NotFound) as found:
+            error = _failure(found)
             if _may_pass(context, mine, error):
                 raise
             if mine.state is RolloutState.UNDOING:
@@ -74,38 +80,69 @@ def _take_steps(context: Context, record: EndpointRecord, rollout: str) -> Answe
     return None
 
 
+def _failure(found: CloudError | Malformed | NotFound) -> CloudError:
+    """Why a rollout fails. What a run has left may be damaged: another call finds it as it is."""
+    return found if isinstance(found, CloudError) else CloudError(ErrorClass.CODE, str(found), DAMAGED_HINT)
+
+
 def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Decide what the rollout changes. The endpoint may have changed since the request."""
+    _check_cancel(context, mine)
     now = context.now()
     if record.state is EndpointState.RETIRED:
         _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} was retired", "choose another name")
     elif mine.kind == "retire":
         context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.RETIRING, now))
-    elif mine.kind == "deploy":
-        spec = context.store.spec(mine.run)
-        revision, deadline = _revision(context, record, mine, spec), now + _patience(spec)
-        record = context.endpoints.update(record.name, lambda r: r.began(mine.id, revision, deadline, now))
-        tell(context, record, record.rollout(mine.id))
+    elif mine.kind == "remove" and (problem := _why_stays(record, mine)):
+        _fail(context, record, mine, ErrorClass.CONFIG, problem)
+    elif mine.kind == "remove" and not shared.minus(record.adapters, mine.model):  # the last one
+        context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.RETIRING, now))
+    elif mine.kind == "suspend":
+        context.endpoints.update(record.name, lambda r: r.suspends(mine.id, now))
+    elif mine.kind == "resume" and not record.suspended:
+        _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} is not suspended")
+    elif mine.kind != "resume" and (problem := money_problem(record, now)):
+        _fail(context, record, mine, ErrorClass.BUDGET, problem, BUDGET_HINT)
+    elif mine.kind in CHANGES:
+        _begin_revision(context, record, mine)
     elif not (number := record.back(mine)):
         _fail(context, record, mine, ErrorClass.CONFIG, nothing_before(record))
     else:
         deadline = now + _patience(context.store.spec(record.revision(number).run))
-        context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now))
+        keeps = context.platforms.named(record.type).keeps_instances
+        context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now, keeps))
     return None
+
+
+def _begin_revision(context: Context, record: EndpointRecord, mine: Rollout) -> None:
+    """Add the revision to the record; the spec of a new model may have a budget for the endpoint."""
+    revision, now = _without(record, mine) if mine.kind == "remove" else _revision(context, record, mine), context.now()
+    spec = context.store.spec(revision.run)
+    assert spec.serve is not None, "the request was refused otherwise"
+    deadline, wanted = now + _patience(spec), spec.serve.budget if mine.kind == "deploy" else None
+    if revision.usd_per_hour is None and (record.budget or wanted):
+        message = (
+            f"the budget of endpoint {record.name} cannot be enforced: the price of the model's machine is unknown"
+        )
+        _fail(context, record, mine, ErrorClass.CONFIG, message, "set serve.price_usd_per_hour")
+        return
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        return latest.with_budget_of_spec(wanted, now).began(mine.id, revision, deadline, now)
+
+    record = context.endpoints.update(record.name, change)
+    tell(context, record, record.rollout(mine.id))
 
 
 def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Start the revision without a share."""
-    spec = context.store.spec(mine.run)
-    run = context.store.record(mine.run)
-    launch = launch_of(run, spec, context.settings, context.store.key(mine.run))
-    deployment = Deployment(mine.run, spec, context.settings, context.now(), launch, record.name)
-    candidate = Candidate(mine.id, mine.revision, deployment)
+    _check_cancel(context, mine)
+    candidate = _candidate(context, record, record.revision(mine.revision), mine.id)
     found = context.platforms.named(record.type).deploy(
-        context.cloud, candidate, _shares(record, record.stable, record.previous)
+        context.cloud, candidate, _shares(record, record.stable, record.previous), _fence(context, record, mine)
     )
     if isinstance(found, Waits):
-        return _wait(context, record, mine, found.reason, until=_start_ends(spec, mine))
+        return _wait(context, record, mine, found.reason, until=_start_ends(candidate.deployment.spec, mine))
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         named = latest.with_revision(mine.revision, lambda r: r.model_copy(update={"revision": found.revision}))
@@ -115,18 +152,32 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
     return None
 
 
+def _candidate(context: Context, record: EndpointRecord, revision: Revision, rollout: str) -> Candidate:
+    run, spec = context.store.record(revision.run), context.store.spec(revision.run)
+    launch = launch_of(run, spec, context.settings, context.store.key(revision.run))
+    adapters = tuple(
+        Served(each.name, each.run, each.digest, context.store.key(each.run)) for each in revision.adapters
+    )
+    deployment = Deployment(revision.run, spec, context.settings, context.now(), launch, record.name, adapters)
+    return Candidate(rollout, revision.number, deployment)
+
+
 def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Ask the revision for a completion, which also starts its instance, and compare it with its model."""
     _check_cancel(context, mine)
+    if mine.kind == "resume" and not _has_instances(context, record, mine):
+        return _wait(context, record, mine, "the endpoint is being resumed")
     found = context.platforms.named(record.type).find(context.cloud, record.service, mine.revision)
     if found is None:
         hint = f"`dropforge serve RUN --as {record.name}` deploys its model again"
         raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more", hint)
-    audience = found.endpoint_url
-    key = endpoint_key(context.cloud, context.store.spec(record.revision(mine.revision).run))
-    if problem := completion_problem(context.cloud, found.url, record.name, key, audience):
-        return _wait(context, record, mine, "the revision does not answer a completion yet", problem)
-    if mine.kind == "deploy" and (answer := _compare(context, record, mine, found, key)) is not None:
+    audience, revision = found.endpoint_url, record.revision(mine.revision)
+    key = endpoint_key(context.cloud, context.store.spec(revision.run))
+    for model in [each.name for each in revision.adapters] or [record.name]:
+        if problem := completion_problem(context.cloud, found.url, model, key, audience):
+            return _wait(context, record, mine, "the revision does not answer a completion yet", problem)
+    compare_all = _compare_adapters if revision.adapters else _compare
+    if mine.kind in CHANGES and (answer := compare_all(context, record, mine, found, key)) is not None:
         return answer
     if (wanted := mine.canary) is not None and record.stable:
         longest = timedelta(seconds=wanted.seconds) + canary.patience(wanted) + COMPARING
@@ -134,6 +185,14 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     else:  # nobody has asked for a canary, or there is no revision that it could be compared with
         context.endpoints.update(record.name, lambda r: r.shifts(mine.id, *_times(context, COMPARING)))
     return None
+
+
+def _has_instances(context: Context, record: EndpointRecord, mine: Rollout) -> bool:
+    """Let a suspended endpoint have instances again; whether it may have them."""
+    kept = [revision for number in (record.stable, record.previous) if (revision := record.find_revision(number))]
+    candidates = [_candidate(context, record, each, mine.id) for each in kept]
+    server = context.platforms.named(record.type)
+    return server.resume(context.cloud, record.service, candidates, _fence(context, record, mine))
 
 
 def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Reached, key: str) -> Answer | None:
@@ -145,6 +204,39 @@ def _compare(context: Context, record: EndpointRecord, mine: Rollout, found: Rea
     if error is not None:
         raise error
     return None if parity.is_over else _wait(context, record, mine, "its answers are being compared with the model's")
+
+
+def _compare_adapters(
+    context: Context, record: EndpointRecord, mine: Rollout, found: Reached, key: str
+) -> Answer | None:
+    """Compare each adapter of the revision with its own seal. Raises CloudError if one differs.
+
+    An engine that has loaded an adapter may answer without it, or with another one.
+    """
+    until = context.now() + SHARE
+    for adapter in record.revision(mine.revision).adapters:
+        rows = shared.ROWS_AGAIN if adapter.sealed else ROWS
+        parity, error = compare(
+            context, adapter.run, adapter.parity, found.url, adapter.name, key, found.endpoint_url, rows
+        )
+        if parity != adapter.parity:
+            _note_adapter(context, record, mine, adapter.name, parity)
+        if error is not None:
+            # The class PARITY would say of the run whose model is put there that its own model is unfit.
+            is_own = adapter.run == mine.run or error.error_class is not ErrorClass.PARITY
+            error_class = error.error_class if is_own else ErrorClass.CODE
+            raise CloudError(error_class, f"model {adapter.name}: {error.message}", error.hint)
+        if not parity.is_over or context.now() >= until:
+            reason = f"the answers of model {adapter.name} are being compared with its adapter's"
+            return _wait(context, record, mine, reason)
+    return None
+
+
+def _note_adapter(context: Context, record: EndpointRecord, mine: Rollout, name: str, parity: Parity) -> None:
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        return latest.with_revision(mine.revision, lambda r: r.with_adapter(name, parity=parity))
+
+    context.endpoints.update(record.name, change)
 
 
 def _note_parity(context: Context, record: EndpointRecord, mine: Rollout, parity: Parity) -> None:
@@ -159,7 +251,8 @@ def _watch(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     assert mine.canary is not None, "CHECKING enters this state for canaries only"
     _check_cancel(context, mine)
     server = context.platforms.named(record.type)
-    if not server.shift(context.cloud, record.service, _split(record, mine.revision, mine.canary.percent)):
+    split = _split(record, mine.revision, mine.canary.percent)
+    if not server.shift(context.cloud, record.service, split, _fence(context, record, mine)):
         return _wait(context, record, mine, "its share of the requests is being moved to the revision")
     if mine.watched is None:
         record = context.endpoints.update(record.name, lambda r: r.with_share(mine.id, context.now()))
@@ -192,29 +285,55 @@ def _note_seen(context: Context, record: EndpointRecord, mine: Rollout, seen: Se
 def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Give the revision every request; the one before keeps its address, for a rollback."""
     server = context.platforms.named(record.type)
-    if not server.shift(context.cloud, record.service, _shares(record, mine.revision, record.stable)):
+    other = record.stable if record.stable != mine.revision else record.previous
+    shares = _shares(record, mine.revision, other)
+    if not server.shift(context.cloud, record.service, shares, _fence(context, record, mine)):
         return _wait(context, record, mine, "the requests are being moved to the revision")
     found = server.find(context.cloud, record.service, mine.revision)
     if found is None:
         raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more")
     url, expires, now, keeps = found.endpoint_url, _expiry(context, record, mine), context.now(), server.keeps_instances
-    changed = context.endpoints.update(record.name, lambda r: r.promoted(mine.id, url, expires(r), now, keeps))
+    sealed = _sealed(context, record, mine)
+    changed = context.endpoints.update(record.name, lambda r: sealed(r).promoted(mine.id, url, expires(r), now, keeps))
     prune(context, changed)
     return None
 
 
 def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
-    """Give the revision before every request again. An endpoint that had none is deleted."""
-    server = context.platforms.named(record.type)
-    if record.stable:
-        is_done = server.shift(context.cloud, record.service, _shares(record, record.stable, record.previous))
-    else:
-        is_done = server.delete(context.cloud, record.service)
-    if not is_done:
+    """Give the revision before every request again. An endpoint that has none is deleted."""
+    if not _serves_again(context, record, mine):
         return Pending(wait_seconds=LOOK_SECONDS)
     changed = _undone(context, record, mine)
     if record.stable:
         prune(context, changed)
+    return None
+
+
+def _serves_again(context: Context, record: EndpointRecord, mine: Rollout) -> bool:
+    """Whether the revision before has every request, or nothing is left that could get any.
+
+    If somebody has deleted the endpoint, this rollout made it again, with its own revision alone. That revision has
+    failed, so the endpoint is deleted.
+    """
+    server = context.platforms.named(record.type)
+    if record.stable:
+        try:
+            shares = _shares(record, record.stable, record.previous)
+            return server.shift(context.cloud, record.service, shares, _fence(context, record, mine))
+        except RevisionGone as gone:
+            if gone.left is None or gone.left - {mine.id}:
+                raise
+            context.log(f"the endpoint is deleted: {gone.message}", stage="rollout", severity="WARNING")
+    return server.delete(context.cloud, record.service)
+
+
+def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """End the instances of the endpoint."""
+    shares = _shares(record, record.stable, 0)
+    server = context.platforms.named(record.type)
+    if not server.suspend(context.cloud, record.service, shares, _fence(context, record, mine)):
+        return Pending(wait_seconds=LOOK_SECONDS)
+    context.endpoints.update(record.name, lambda r: r.stopped(mine.id, context.now()))
     return None
 
 
@@ -233,13 +352,14 @@ _STEPS: dict[RolloutState, Step] = {
     RolloutState.WATCHING: _watch,
     RolloutState.SHIFTING: _shift,
     RolloutState.UNDOING: _undo,
+    RolloutState.SUSPENDING: _suspend,
     RolloutState.RETIRING: _retire,
 }
 
 
 def _may_pass(context: Context, mine: Rollout, error: CloudError) -> bool:
-    """Whether the step is tried again. A deletion is tried until it succeeds: what remains costs money."""
-    if mine.state is RolloutState.RETIRING:
+    """Whether the step is tried again. An end of instances is tried until it succeeds: what remains costs money."""
+    if mine.state in (RolloutState.SUSPENDING, RolloutState.RETIRING):
         return True
     is_over = mine.deadline is not None and context.now() >= mine.deadline
     is_undone = mine.state is RolloutState.UNDOING
@@ -295,6 +415,17 @@ def _wait(
     return Pending(wait_seconds=next_look_since(began, now, context.platforms.start_seconds(record.type)))
 
 
+def _fence(context: Context, record: EndpointRecord, mine: Rollout) -> Fence:
+    """Refuse a change by a call that was suspended while another call has taken the rollout further."""
+
+    def check() -> None:
+        state = context.endpoints.record(record.name).rollout(mine.id).state
+        if state is not mine.state:
+            raise Conflict(f"rollout {mine.id} is {state}; this call began when it was {mine.state}")
+
+    return check
+
+
 def _shares(record: EndpointRecord, serving: int, other: int) -> list[Share]:
     """Every request to the revision `serving`. `other` keeps its address, for a rollback; 0: there is none."""
     found = [record.revision(number) for number in dict.fromkeys((serving, other)) if number]
@@ -323,6 +454,16 @@ def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable
     return lambda latest: None if latest.stable and latest.expires is None else max(latest.expires or until, until)
 
 
+def _sealed(context: Context, record: EndpointRecord, mine: Rollout) -> Callable[[EndpointRecord], EndpointRecord]:
+    """What a promotion notes of the adapters of a shared endpoint: they were compared, and how long a new one lives."""
+    own = next((each for each in record.revision(mine.revision).adapters if each.run == mine.run), None)
+    serve = context.store.spec(own.run).serve if own else None
+    if own is None or serve is None:
+        return lambda latest: latest
+    until = context.now() + timedelta(seconds=seconds(serve.ttl))
+    return lambda latest: latest.with_seals(mine.revision, own.name, until)
+
+
 def _start_ends(spec: JobSpec, mine: Rollout) -> datetime | None:
     """When the platform must report the revision as ready."""
     assert spec.serve is not None, "the request was refused otherwise"
@@ -334,9 +475,9 @@ def _patience(spec: JobSpec) -> timedelta:
     return timedelta(seconds=seconds(spec.serve.startup_timeout)) + COMPARING
 
 
-def _revision(context: Context, record: EndpointRecord, mine: Rollout, spec: JobSpec) -> Revision:
+def _revision(context: Context, record: EndpointRecord, mine: Rollout) -> Revision:
     """The revision of a rollout that deploys, with the digest of its model's manifest."""
-    run = context.store.record(mine.run)
+    run, spec = context.store.record(mine.run), context.store.spec(mine.run)
     manifest = read_manifest(
         context.cloud.clients.storage(), context.settings.runs_bucket, mine.run, context.store.key(mine.run)
     )
@@ -350,6 +491,56 @@ def _revision(context: Context, record: EndpointRecord, mine: Rollout, spec: Job
         requested=mine.requested,
         metrics=run.metrics,
         usd_per_hour=serving_price(spec).usd_per_hour,
+        adapters=_with_adapter(record, run, spec, manifest) if record.base else [],
+    )
+
+
+def _with_adapter(record: EndpointRecord, run: Record, spec: JobSpec, manifest: Manifest) -> list[Adapter]:
+    """The adapters of the revision that serves, and that of a run. Raises CloudError if the run's does not fit.
+
+    The endpoint may have changed since the request, whose sender could not prove the manifest.
+    """
+    assert record.base is not None, "the caller has looked"
+    assert spec.serve is not None, "the request was refused otherwise"
+    problem = (
+        shared.why_unfit(manifest)
+        or shared.why_differs(record.base, shared.base_of(manifest, spec.serve))
+        or shared.why_no_room(record.adapters, spec.name, run.topic, record.name)
+    )
+    if problem or manifest.adapter_path is None:
+        message = f"endpoint {record.name} cannot serve the model of run {run.run}: {problem}"
+        raise CloudError(ErrorClass.CONFIG, message, SHARING)
+    digest = files_digest(manifest, manifest.adapter_path)
+    return shared.plus(record.adapters, Adapter(name=spec.name, run=run.run, digest=digest, source=run.topic))
+
+
+def _why_stays(record: EndpointRecord, mine: Rollout) -> str:
+    """Why a model is not taken from a shared endpoint; "" if it is. The endpoint may have changed since the request."""
+    found = next((adapter for adapter in record.adapters if adapter.name == mine.model), None)
+    if found is None:
+        return f"endpoint {record.name} does not serve model {mine.model} any more"
+    if found.run != mine.run:
+        return f"model {mine.model} is now that of run {found.run}"
+    is_awaited = any(each.kind == "deploy" and not each.state.is_terminal for each in record.rollouts)
+    if is_awaited and len(record.adapters) == 1:
+        return f"model {mine.model} is the last one, and a rollout that waits adds another one; retire it after that"
+    return ""
+
+
+def _without(record: EndpointRecord, mine: Rollout) -> Revision:
+    """The revision that serves, without one of its adapters. The newest of the others gives the base."""
+    left = shared.minus(record.adapters, mine.model)
+    of_run = next((each for each in record.revisions if each.run == left[-1].run), record.serving)
+    assert of_run is not None, "an endpoint that serves nothing has no adapters"
+    return Revision(
+        number=record.last + 1,
+        run=left[-1].run,
+        digest=of_run.digest,
+        who=mine.who,
+        requested=mine.requested,
+        metrics=of_run.metrics,
+        usd_per_hour=of_run.usd_per_hour,
+        adapters=left,
     )
 
 
@@ -377,4 +568,6 @@ def _ended(record: EndpointRecord, mine: Rollout) -> Answer:
     """The answer about a rollout that has ended."""
     if mine.state is RolloutState.PROMOTED:
         return Promoted(url=record.url)
+    if mine.state is RolloutState.SUSPENDED:
+        return Suspended()
     return Retired() if mine.state is RolloutState.RETIRED else RolledBack(error=mine.error)

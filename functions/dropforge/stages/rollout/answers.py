@@ -20,6 +20,12 @@ class RolledBack(Answer):
     error: RunError | None
 
 
+class Suspended(Answer):
+    """The endpoint has no instances: its budget is spent."""
+
+    status = "SUSPENDED"
+
+
 class Retired(Answer):
     """The endpoint does not exist any more."""
 
@@ -33,4 +39,4 @@ class Superseded(Answer):
     execution: str | None
 
 
-ROLLOUT_ANSWERS: tuple[type[Answer], ...] = (Promoted, RolledBack, Retired, Superseded, Pending)
+ROLLOUT_ANSWERS: tuple[type[Answer], ...] = (Promoted, RolledBack, Suspended, Retired, Superseded, Pending)

@@ -1,5 +1,7 @@
 """Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary"}}, {"rollback": endpoint},
-{"retire": endpoint} and {"extend": {"endpoint", "ttl"}}, whose `ttl` null removes the expiry.
+{"retire": endpoint}, {"retire": {"endpoint", "model"}} for a model of a shared endpoint, {"extend": {"endpoint",
+"ttl"}}, whose `ttl` null removes the expiry, and {"budget": {"endpoint", "usd", "per"}}, whose `usd` null removes the
+budget.
 
 A message that changes nothing is answered by a run event: a repeat would change nothing either.
 """
@@ -27,7 +29,7 @@ from . import requests
 from .canary import canary_of
 from .requests import Refused
 
-CHANGES = ("serve", "rollback", "retire", "extend")
+CHANGES = ("serve", "rollback", "retire", "extend", "budget")
 
 
 def is_change(content: dict[str, Any]) -> bool:
@@ -51,7 +53,7 @@ def change_endpoint(context: Context, content: dict[str, Any], request: Request)
 def _change(context: Context, change: str, arguments: Any, rollout: str, request: Request) -> None:
     if not context.settings.rollout_workflow:
         raise Refused("this deployment has no workflow for rollouts", "`make deploy` of this version makes it")
-    who, endpoint = f"topic {request.topic} message {request.key}", _text(arguments, "endpoint")
+    who, endpoint = request.who, _text(arguments, "endpoint")
     if change == "serve":
         record = _run(context, _text(arguments, "run"), request.topic)
         spec = context.store.spec(record.run)
@@ -64,8 +66,12 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
         requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic, canary)
     elif change == "rollback":
         requests.go_back(context, endpoint, rollout, who, request.topic)
+    elif change == "retire" and (model := _text(arguments, "model")):
+        requests.remove(context, endpoint, model, rollout, who, request.topic)
     elif change == "retire":
         requests.retire(context, endpoint, rollout, who, request.topic)
+    elif change == "budget":
+        requests.set_budget(context, endpoint, _budget(arguments), rollout, who, request.topic)
     else:
         requests.extend(context, endpoint, _ttl(arguments), request.topic)
 
@@ -73,7 +79,7 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
 def _run(context: Context, run: str, topic: str) -> Record:
     """The run whose model is to be served. The run of another topic does not exist for a publisher."""
     record = context.store.find(run) if names.is_run_id(run) else None
-    if record is None or topic not in (record.topic, context.settings.operations_topic):
+    if record is None or (topic != record.topic and not context.settings.reaches_all(topic)):
         raise Refused(f"there is no run {cut(run, 60)!r}", "`dropforge runs` lists them")
     return record
 
@@ -92,6 +98,8 @@ def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
         return canary_of(serve.canary)
     if arguments["canary"] is None:
         return None
+    if serve.share:
+        raise Refused("a shared endpoint has no canary: its other models would be split, too", requests.SHARING)
     if not serve.splits_requests:
         raise Refused(serve.no_canary(), "`--canary none`: the model gets every request at once")
     try:
@@ -107,3 +115,19 @@ def _ttl(arguments: Any) -> str | None:
     if ttl is not None and not (isinstance(ttl, str) and re.fullmatch(DURATION, ttl)):
         raise Refused(f"ttl is {cut(repr(ttl), 60)}; expected how long, such as 36h or 7d, or null for no expiry")
     return ttl
+
+
+def _budget(arguments: Any) -> parts.Budget | None:
+    """The budget of a message; None for `"usd": null`."""
+    fields = (
+        {key: value for key, value in arguments.items() if key != "endpoint"} if isinstance(arguments, dict) else {}
+    )
+    if "usd" in fields and fields["usd"] is None:
+        return None
+    try:
+        return parts.Budget.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = "/".join(map(str, ("budget", *problem["loc"])))
+        hint = 'such as {"budget": {"endpoint": "NAME", "usd": 50, "per": "month"}}, or "usd": null for no budget'
+        raise Refused(f"{where}: {problem['msg']}", hint) from None

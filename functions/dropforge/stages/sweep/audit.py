@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dropforge.base import names
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
-from dropforge.endpoints.record import EndpointRecord, EndpointState
+from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import Ledger, Record, ResourceState
@@ -118,11 +118,9 @@ def _expected(platforms: Platforms, record: EndpointRecord) -> list[str]:
 
 
 def _serving(endpoints: EndpointStore) -> dict[str, EndpointRecord]:
-    """Each endpoint that serves, or has a rollout that has not ended."""
+    """Each endpoint that serves or is suspended, or has a rollout that has not ended."""
     records = (endpoints.record(name) for name in endpoints.names())
-    return {
-        record.name: record for record in records if record.current is not None or record.state is EndpointState.SERVING
-    }
+    return {record.name: record for record in records if record.current is not None or record.stable}
 
 
 def _ledgers(store: RunStore, runs: Iterable[str]) -> dict[str, Ledger]:

@@ -1,4 +1,4 @@
-"""Where the next sweep goes on, if the time of the last one was not enough for all open marks or all specs."""
+"""Where the next sweep continues, if the last sweep had not enough time for all open marks or all specs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def read(context: Context) -> Cursor:
 
 
 def write(context: Context, before: Cursor, now: Cursor) -> None:
-    """Note where this sweep stopped, if that differs. Another sweep at the same time may win: both places are good."""
+    """Note where this sweep stopped, if that differs. Another sweep may win at the same time: both places are good."""
     if now != before:
         context.store.replace(OBJECT, json.dumps(now._asdict()).encode())

@@ -33,7 +33,7 @@ LATE_FOR = timedelta(minutes=15)
 
 
 class Dropped(NamedTuple):
-    """A spec object in the inbox; a Blob takes several times the memory, and there may be 100,000."""
+    """A spec object in the specs bucket; a Blob takes several times the memory, and there may be 100,000."""
 
     name: str
     generation: int
@@ -42,7 +42,7 @@ class Dropped(NamedTuple):
 
 
 def specs(cloud: Cloud) -> list[Dropped]:
-    """Every spec object in the inbox, in the order of the names."""
+    """Every spec object in the specs bucket, in the order of the names."""
     fields = "items(name,generation,size,timeCreated),nextPageToken"
     blobs = cloud.clients.storage().list_blobs(
         cloud.settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
@@ -78,7 +78,7 @@ def submit(context: Context, blob: Dropped, now: datetime) -> str:
 def accept(context: Context, run: str, since: datetime, now: datetime) -> str:
     """Recreate the record of a run with an open mark since `since`; return the run, or "" if there is nothing to do.
 
-    A marked run without a spec was never accepted: its spec is still in the inbox, or was deleted.
+    A marked run without a spec was never accepted: its spec is still in the specs bucket, or was deleted.
     """
     if now - since < LOST_AFTER:
         return ""

@@ -1,6 +1,7 @@
 """Part of stage `sweep`: named endpoints.
 
-A rollout without a live execution; an endpoint past its expiry; a service that no record says exists.
+A rollout without a live execution; an endpoint past its expiry; a budget that is spent, or not any more; a service that
+no record says exists.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from datetime import datetime
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud.executions import live_executions, start_rollout
+from dropforge.cloud.executions import find_rollout, live_executions, start_rollout
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, EndpointState
 from dropforge.stages.rollout.advance import prune
-from dropforge.stages.rollout.requests import START_WITHIN, retire
+from dropforge.stages.rollout.requests import START_WITHIN, remove, resume, retire, suspend
+from dropforge.stages.rollout.telling import warn_of_budget
 
 from .audit import is_left_over
 
@@ -28,15 +30,41 @@ def tend(context: Context, endpoint: str, listed: Iterable[Listed], now: datetim
     `listed` are its services in the cloud's lists. Raises CloudError if a service cannot be deleted.
     """
     record = context.endpoints.find(endpoint)
+    if record is not None:
+        record = _keep_budget(context, record)
     if record is not None and record.current is not None:
         return _restart(context, record, now)
-    if record is not None and record.expires is not None and record.expires <= now:
+    if record is not None and _is_over(record, now):
         return _expire(context, record)
-    if record is None or record.state is not EndpointState.SERVING:
+    if record is None or not record.stable:
         return _delete(context, endpoint, listed, now)
+    if not record.suspended and (rollout := _expire_model(context, record, now)):
+        return rollout
     if any(is_left_over(record, resource) for resource in listed):
         prune(context, record)
     return ""
+
+
+def _keep_budget(context: Context, record: EndpointRecord) -> EndpointRecord:
+    """Suspend an endpoint whose budget is spent, resume one whose budget is not, and warn before."""
+    now = context.now()  # not the sweep's beginning: the deletions before may have taken minutes
+    budget = record.in_period(now).budget
+    if record.state is EndpointState.RETIRED or (budget is None and not record.suspended):
+        return record
+    is_spent = record.is_spent(now)
+    if is_spent and not record.is_stopping and budget is not None:
+        rollout = names.rollout_id(SWEEP, f"{record.name} suspends {budget.asked} {budget.began}")
+        record = suspend(context, record, rollout, f"{SWEEP}: its budget of {budget} is spent")
+    elif record.suspended and not is_spent and not _is_over(record, now):
+        rollout = names.rollout_id(SWEEP, f"{record.name} resumes {record.suspended}")
+        record = resume(context, record, rollout, f"{SWEEP}: its budget is not spent")
+    elif not record.suspended and record.is_to_warn(now):
+        warn_of_budget(context, record)
+    return record
+
+
+def _is_over(record: EndpointRecord, now: datetime) -> bool:
+    return record.expires is not None and record.expires <= now
 
 
 def _restart(context: Context, record: EndpointRecord, now: datetime) -> str:
@@ -50,6 +78,8 @@ def _restart(context: Context, record: EndpointRecord, now: datetime) -> str:
         if owner in live_executions(context.cloud, context.settings.rollout_workflow_name):
             return ""
         context.endpoints.update(record.name, lambda latest: latest.released(current.id, owner))
+    if find_rollout(context.cloud, record.name, current.id, current.requested) is not None:
+        return ""  # it has not begun yet
     message = "a rollout without a live execution"
     context.log(message, stage="sweep", severity="WARNING", endpoint=record.name, rollout=current.id)
     start_rollout(context.cloud, record.name, current.id)
@@ -61,6 +91,22 @@ def _expire(context: Context, record: EndpointRecord) -> str:
     rollout = names.rollout_id(SWEEP, f"{record.name} {record.expires}")
     topic = context.settings.operations_topic
     retire(context, record.name, rollout, f"{SWEEP}: past its ttl", topic)
+    return rollout
+
+
+def _expire_model(context: Context, record: EndpointRecord, now: datetime) -> str:
+    """Take a model past its expiry from a shared endpoint; the id of the rollout, or "". Each sweep takes one.
+
+    A rollout that fails has made a revision, so the next sweep begins another.
+    """
+    expired = (each for each in record.adapters if each.expires is not None and each.expires <= now)
+    if (adapter := next(expired, None)) is None:
+        return ""
+    rollout = names.rollout_id(
+        SWEEP, f"{record.name} {adapter.name} {adapter.run} {record.last}"
+    )  # a failed try has made a revision
+    who, topic = f"{SWEEP}: model {adapter.name} is past its ttl", context.settings.operations_topic
+    remove(context, record.name, adapter.name, rollout, who, topic)
     return rollout
 
 

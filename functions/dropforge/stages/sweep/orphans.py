@@ -126,7 +126,7 @@ def _expired(expires: datetime, now: datetime) -> str:
 
 
 def _is_settled(resource: Listed, settings: Settings, now: datetime) -> bool:
-    """Whether a resource without a record is an orphan: it names this deployment, and has existed for a while."""
+    """Whether a resource without a record is an orphan: its label names this deployment, and it is not new."""
     grace = timedelta(seconds=settings.check_interval_seconds)
     if names.DEPLOYMENT_LABEL not in resource.labels or resource.created is None:
         return False

@@ -39,8 +39,8 @@ SHOWN = 5  # of many objects with the same problem
 def sweep(context: Context) -> Swept:
     """Look at everything once. Two sweeps at the same time do no harm.
 
-    What costs money comes first: the deletion of resources waits neither for open marks nor for specs, however many
-    there are. Then each phase has its share of the time, and the next sweep goes on where a phase stopped.
+    Resources cost money, so their deletion comes first: it waits neither for open marks nor for specs, however many
+    there are. Then each phase has its share of the time, and the next sweep continues where a phase stopped.
     Every problem and every orphan is also logged, as a WARNING or ERROR unless it is expected.
     """
     look = Look(context)
@@ -69,7 +69,7 @@ def sweep(context: Context) -> Swept:
 
 def _strays(strays: list[str]) -> str:
     shown = ", ".join(cut(repr(name), 120) for name in strays[:SHOWN])
-    return f"{len(strays)} objects below {OPEN_PREFIX} are no mark of a run and were ignored: {shown}"
+    return f"{len(strays)} objects below {OPEN_PREFIX} are not marks of runs and were ignored: {shown}"
 
 
 class Tended(NamedTuple):
@@ -170,7 +170,7 @@ class Look:
         return Submitted(runs, "")
 
     def keep(self, found: Findings) -> None:
-        """Keep the findings of this sweep in the bucket. What they report is done, also if the bucket refuses them."""
+        """Keep the findings of this sweep in the bucket. If the bucket refuses them, the work itself is still done."""
         self._for_each(lambda context: findings.write(context, found), [self.context])
 
     def _tend(self, runs: list[str], marks: dict[str, datetime], live: frozenset[str] | None) -> Tended:

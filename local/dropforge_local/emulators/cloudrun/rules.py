@@ -34,7 +34,9 @@ MEMORY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 GPU = "nvidia.com/gpu"
 LIMITS = {"cpu", "memory", GPU}
+MANUAL = run_v2.ServiceScaling.ScalingMode.MANUAL
 MINIMUM_MEMORY_FOR_CPU = ((6, 4 * GIB), (4, 2 * GIB))
+STANDARD_CPUS, MOST_MEMORY = (1, 2, 4, 6, 8), 32 * GIB  # of every instance without one of the largest GPUs
 MINIMUM_CPU_FOR_MEMORY = ((24 * GIB, 8), (16 * GIB, 6), (8 * GIB, 4), (4 * GIB, 2))
 LONGEST_TASK_SECONDS = 168 * 3600
 LONGEST_GPU_TASK_SECONDS = 12 * 3600
@@ -361,6 +363,11 @@ def _check_resources(at: str, template: Any, container: Any, region: str, config
         raise refuse(at_limits, f"keys {unknown!r}; expected only {sorted(LIMITS)!r}")
     cpu = parse_cpu(limits["cpu"], f"{at_limits}[cpu]")
     memory = parse_memory(limits["memory"], f"{at_limits}[memory]")
+    if not _is_large(template, config):
+        if cpu > 1 and cpu not in STANDARD_CPUS:
+            raise refuse(f"{at_limits}[cpu]", f"is {limits['cpu']!r}; expected 0.08 to 1, or one of 2, 4, 6, 8")
+        if memory > MOST_MEMORY:
+            raise refuse(f"{at_limits}[memory]", f"is {limits['memory']!r}; expected at most {MOST_MEMORY // GIB}Gi")
     needed_memory = next((least for above, least in MINIMUM_MEMORY_FOR_CPU if cpu >= above), 0)
     if memory < needed_memory:
         raise refuse(
@@ -370,6 +377,12 @@ def _check_resources(at: str, template: Any, container: Any, region: str, config
     if cpu < needed_cpu:
         raise refuse(f"{at_limits}[cpu]", f"is {limits['cpu']!r}; {limits['memory']} need at least {needed_cpu} CPU")
     return _check_gpu(at, template, limits, cpu, memory, region, config)
+
+
+def _is_large(template: Any, config: CloudRunConfig) -> bool:
+    """Whether the template has a GPU whose instances are larger than all others. Google's pages do not list sizes."""
+    gpu = config.gpus.get(template.node_selector.accelerator)
+    return gpu is not None and gpu.minimum_cpu > max(STANDARD_CPUS)
 
 
 def _check_gpu(
@@ -401,9 +414,13 @@ def _check_gpu(
 
 
 def _check_scaling(service: Any) -> None:
-    manual = run_v2.ServiceScaling.ScalingMode.MANUAL
-    if service.scaling.scaling_mode == manual or has(service.scaling, "manual_instance_count"):
-        raise ApiError("UNIMPLEMENTED", "service.scaling: manual scaling is not emulated by the local stack")
+    scaling = service.scaling
+    is_manual, has_count = scaling.scaling_mode == MANUAL, has(scaling, "manual_instance_count")
+    if is_manual != has_count:
+        expected = "scaling_mode MANUAL and manual_instance_count, or neither of them"
+        raise refuse("service.scaling", f"has only one of the fields of manual scaling; expected {expected}")
+    if is_manual and (scaling.manual_instance_count < 0 or scaling.min_instance_count or scaling.max_instance_count):
+        raise refuse("service.scaling", "expected a manual_instance_count of 0 or more, and no minimum or maximum")
     for at, scaling in (("service.scaling", service.scaling), ("service.template.scaling", service.template.scaling)):
         least, most = scaling.min_instance_count, scaling.max_instance_count
         if least < 0 or most < 0 or (most and least > most):

@@ -16,6 +16,7 @@ from .counts import Answered, Counts
 from .instances import Pool
 from .messages import seconds
 from .proxy import Listener
+from .rules import MANUAL
 from .store import parent_of
 
 
@@ -93,7 +94,7 @@ class Traffic:
 
     def retire(self, name: str) -> None:
         """End the instances of a service's revisions without traffic, once their requests are answered."""
-        used = routed(self._context.store.get(name))
+        used = _used(self._context.store.get(name))
         for revision, pool in self._pools.items():
             if parent_of(revision) == name and revision not in used:
                 self._context.background.spawn(self._retire(revision, pool))
@@ -102,7 +103,7 @@ class Traffic:
         """End a pool after its requests, unless the revision has got traffic again meanwhile."""
         await pool.drain(seconds(pool.revision.timeout))
         service = self._context.store.find(parent_of(revision))
-        if self._pools.get(revision) is pool and (service is None or revision not in routed(service)):
+        if self._pools.get(revision) is pool and (service is None or revision not in _used(service)):
             await self.close_pool(revision)
 
     async def close_pool(self, revision: str) -> None:
@@ -147,7 +148,8 @@ class Traffic:
         if not targets:
             return None
         target = targets[0] if tag else random.choices(targets, [target.percent for target in targets])[0]
-        revision = self._context.store.find(name_of) if (name_of := _revision_of(service, target)) else None
+        name_of = _revision_of(service, target)
+        revision = self._context.store.find(name_of) if name_of in _used(service) else None
         return self.pool(service, revision) if revision is not None else None
 
     def _is_allowed(self, name: str, headers: Mapping[str, str]) -> bool:
@@ -157,8 +159,25 @@ class Traffic:
 
 def _least(service: Any, revision: Any) -> int:
     """The instances of a revision that run without requests. A service's minimum is for revisions with a share only."""
-    has_share = any(target.percent and _revision_of(service, target) == revision.name for target in service.traffic)
-    return int(max(service.scaling.min_instance_count if has_share else 0, revision.scaling.min_instance_count))
+    has_share, scaling = revision.name in _shared(service), service.scaling
+    if has_share and scaling.scaling_mode == MANUAL:
+        return int(scaling.manual_instance_count)
+    return int(max(scaling.min_instance_count if has_share else 0, revision.scaling.min_instance_count))
+
+
+def _shared(service: Any) -> set[str]:
+    """The names of the revisions with a share of the requests."""
+    return {_revision_of(service, target) for target in service.traffic if target.percent}
+
+
+def _used(service: Any) -> set[str]:
+    """The names of the revisions that may have an instance.
+
+    Manual scaling to 0 disables the revisions with a share. A revision with a tag alone still answers at its tag:
+    https://cloud.google.com/run/docs/configuring/services/manual-scaling
+    """
+    is_disabled = service.scaling.scaling_mode == MANUAL and not service.scaling.manual_instance_count
+    return routed(service) - (_shared(service) if is_disabled else set())
 
 
 def routed(service: Any) -> set[str]:

@@ -122,7 +122,8 @@ class EventarcRouter(PassiveEmulator):
             },
         }
         if trigger.dead_letter_topic:
-            config["deadLetterPolicy"] = {"deadLetterTopic": trigger.dead_letter_topic}
+            attempts = {"maxDeliveryAttempts": trigger.delivery_attempts} if trigger.delivery_attempts else {}
+            config["deadLetterPolicy"] = {"deadLetterTopic": trigger.dead_letter_topic, **attempts}
         topic = self._transport_topic(trigger)
         if not published:
             self.pubsub.create_topic(topic)

@@ -17,13 +17,17 @@ FILTERS = {MESSAGE_PUBLISHED: "topic"} | {STORAGE_EVENT + event: "bucket" for ev
 
 @dataclass(frozen=True)
 class Trigger:
-    """Which events go to which URL. `filters` match exactly: {"bucket": name} or {"topic": "projects/P/topics/T"}."""
+    """Which events go to which URL. `filters` match exactly: {"bucket": name} or {"topic": "projects/P/topics/T"}.
+
+    After `delivery_attempts` an event moves to the dead-letter topic; 0: after Pub/Sub's default number.
+    """
 
     name: str
     event_type: str
     filters: Mapping[str, str] = field(default_factory=dict)
     destination_url: str = ""
     dead_letter_topic: str | None = None
+    delivery_attempts: int = 0
 
 
 def check_trigger(trigger: Trigger) -> None:

@@ -1,8 +1,9 @@
 """Kubernetes: clusters whose pods are local process groups, for the official client and kubectl.
 
 Stored without effect: HorizontalPodAutoscalers, security contexts, tolerations, priority, sessionAffinity,
-preStop hooks other than `sleep`. Not emulated, answered with 501 or 404: server-side apply, protobuf bodies, exec and
-port-forward, RBAC, PersistentVolumes, DaemonSets, StatefulSets, CronJobs, affinity, exec and grpc probes.
+preStop hooks other than `sleep`. Not emulated, answered with 501 or 404: RBAC, PersistentVolumes, DaemonSets,
+StatefulSets, CronJobs, affinity, exec and grpc probes. Protobuf bodies of large kinds, such as a Job, are answered with
+501 and a command that sends JSON.
 All processes share a machine: a pod's port maps to a local port (given by PORT), and names of services do not resolve.
 """
 

@@ -61,7 +61,7 @@ def parse_path(path: str) -> Target:
 
 
 def parse_body(data: bytes, content_type: str) -> Any:
-    """A body in JSON (without duplicate keys), in YAML, or a small object in protobuf. Refuses others with 415."""
+    """A body in JSON (without duplicate keys), in YAML, or a small object in protobuf. Refuses other types with 415."""
     if content_type == protobuf.CONTENT_TYPE:
         return protobuf.decode(data)
     try:

@@ -1,6 +1,7 @@
 """Reads the small objects that kubectl sends in protobuf: `kubectl create secret|configmap|…` and `auth can-i`.
 
-The numbers are those of k8s.io/api/*/generated.proto. An object of another kind is refused with 415.
+The numbers are those of k8s.io/api/*/generated.proto. An object of another kind is answered with 501, because
+Kubernetes takes it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HINT = "for kubectl: `kubectl create … --dry-run=client -o yaml | kubectl appl
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The object in a body. Refuses a malformed body with 400, a kind or a field that is not in MESSAGES with 415."""
+    """The object in a body. Refuses a malformed body with 400, a kind or a field that is not in MESSAGES with 501."""
     if not data.startswith(MAGIC):
         raise bad_request("the object provided is unrecognized: a protobuf body begins with k8s and a zero byte")
     try:
@@ -91,7 +92,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _not_emulated(what: str) -> Refusal:
-    return Refusal(415, f"{what} is not emulated by the local stack: send JSON; {HINT}")
+    return Refusal(501, f"{what} is not emulated by the local stack: send JSON; {HINT}")
 
 
 SCALARS: dict[str, Callable[[Any], Any]] = {

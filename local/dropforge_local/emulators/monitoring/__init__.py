@@ -1,4 +1,4 @@
-"""Cloud Monitoring, for the metrics of the requests to revisions of Cloud Run."""
+"""Cloud Monitoring, for the requests to revisions of Cloud Run, and for the messages that wait in Pub/Sub."""
 
 from .emulator import MonitoringEmulator
 

@@ -1,12 +1,15 @@
-"""Cloud Monitoring: timeSeries.list for the requests to revisions of Cloud Run.
+"""Cloud Monitoring: timeSeries.list for the requests to revisions of Cloud Run and for the messages that wait in
+subscriptions of Pub/Sub; alerts.list for the alert `dead_letters` of terraform/alerts.tf.
 
-Google writes these metrics each minute, and shows them up to three minutes later; here they are exact and at once.
+Google writes these metrics each minute, and shows them up to three minutes later; here they are exact and at once. The
+other alerts of Terraform need metrics that the local stack lacks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from math import ceil
 from typing import Any
 
@@ -17,6 +20,7 @@ from ..kit.access import guarded
 from ..kit.emulator import PassiveEmulator
 from ..kit.routing import Call, Route, mount
 from ..kit.times import rfc3339
+from ..pubsub import PubSubEmulator
 from . import rules
 from .permissions import NEEDS
 
@@ -24,16 +28,22 @@ Json = dict[str, Any]
 
 
 class MonitoringEmulator(PassiveEmulator):
-    """GET /v3/projects/PROJECT/timeSeries for two metrics of Cloud Run, whose requests are `counts`."""
+    """The requests to Cloud Run are `counts`. `dead_letters` are the subscriptions that the alert watches."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, pubsub: PubSubEmulator, dead_letters: Sequence[str] = ()) -> None:
         self._counts = counts
+        self._pubsub = pubsub
+        self._dead_letters = dead_letters
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        listed = guarded(self._list, NEEDS["list_time_series"])
-        return mount([Route("GET", "/v3/projects/{project}/timeSeries", listed)])
+        series = guarded(self._list, NEEDS["list_time_series"])
+        alerts = guarded(self._alerts, NEEDS["list_alerts"])
+        project = "/v3/projects/{project}"
+        return mount([Route("GET", f"{project}/timeSeries", series), Route("GET", f"{project}/alerts", alerts)])
 
     def _list(self, call: Call) -> Json:
+        if rules.metric_of(call.query.get("filter", "")) in rules.BACKLOG:
+            return {"timeSeries": list(self._backlog(call))}
         query = rules.read(call.query, call.query.getall("aggregation.groupByFields", []))
         groups: defaultdict[tuple[tuple[str, str], ...], list[Answered]] = defaultdict(list)
         for revision, requests in self._counts.between(query.start, query.end):
@@ -43,6 +53,46 @@ class MonitoringEmulator(PassiveEmulator):
                     labels = {**resource, "response_code_class": f"{request.status // 100}xx"}
                     groups[tuple((name, labels[name]) for name in query.groups)].append(request)
         return {"timeSeries": [series_of(query, dict(group), requests) for group, requests in sorted(groups.items())]}
+
+    def _backlog(self, call: Call) -> Iterator[Json]:
+        query, project = rules.read_backlog(call.query), call.names["project"]
+        for name in query.subscriptions:
+            found = self._pubsub.undelivered(f"projects/{project}/subscriptions/{name}")
+            if found is None:
+                continue
+            value = found.messages if query.metric == rules.UNDELIVERED else _age(found.oldest, query.end)
+            moment = rfc3339(query.end)
+            yield {
+                "metric": {"type": query.metric, "labels": {}},
+                "resource": {
+                    "type": "pubsub_subscription",
+                    "labels": {"project_id": project, "subscription_id": name},
+                },
+                "metricKind": "GAUGE",
+                "valueType": "INT64",
+                "points": [{"interval": {"startTime": moment, "endTime": moment}, "value": {"int64Value": str(value)}}],
+            }
+
+    def _alerts(self, call: Call) -> Json:
+        rules.check_alerts(call.query)
+        project = call.names["project"]
+        found = [self._pubsub.undelivered(f"projects/{project}/subscriptions/{name}") for name in self._dead_letters]
+        opened = min((each.oldest for each in found if each and each.messages), default=None)
+        if opened is None:
+            return {}
+        name = sha256(f"{project} dead_letters {opened}".encode()).hexdigest()[:16]
+        policy = {"name": f"projects/{project}/alertPolicies/dead_letters", "displayName": "dropforge dead_letters"}
+        alert = {
+            "name": f"projects/{project}/alerts/0.{name}",
+            "state": "OPEN",
+            "openTime": rfc3339(opened),
+            "policy": {**policy, "severity": "ERROR"},
+        }
+        return {"alerts": [alert]}
+
+
+def _age(oldest: float, now: float) -> int:
+    return max(0, round(now - oldest)) if oldest else 0
 
 
 def labels_of(revision: str) -> dict[str, str]:

@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from ..kit import access
 
-NEEDS = access.table("list_time_series monitoring.timeSeries.list -")
+NEEDS = access.table(
+    """
+    list_time_series monitoring.timeSeries.list -
+    list_alerts monitoring.alerts.list -
+    """
+)

@@ -15,10 +15,18 @@ from dropforge_local.base.errors import ApiError
 
 REQUESTS, LATENCIES = "run.googleapis.com/request_count", "run.googleapis.com/request_latencies"
 REDUCERS = {REQUESTS: "REDUCE_SUM", LATENCIES: "REDUCE_PERCENTILE_95"}
+UNDELIVERED = "pubsub.googleapis.com/subscription/num_undelivered_messages"
+OLDEST = "pubsub.googleapis.com/subscription/oldest_unacked_message_age"
+BACKLOG = {UNDELIVERED, OLDEST}
 GROUPS = {"revision_name", "response_code_class"}
 LABELS = {"location", "project_id", "revision_name", "service_name"}
 LEAST_PERIOD = 60  # seconds
 _CONDITION = re.compile(r'\s*(metric|resource)\.(type|labels?\.\w+)\s*=\s*"([^"\\]*)"\s*')
+_METRIC = re.compile(r'metric\.type\s*=\s*"([^"\\]*)"')
+_ONE_OF = re.compile(
+    r'metric\.type\s*=\s*"[^"\\]*" AND resource\.type\s*=\s*"pubsub_subscription" AND '
+    r'resource\.labels?\.subscription_id\s*=\s*one_of\(("[^"\\]*"(?:,\s*"[^"\\]*")*)\)'
+)
 _GROUP = re.compile(r"(?:resource|metric)\.labels?\.(\w+)")
 
 
@@ -31,6 +39,47 @@ class Query(NamedTuple):
     start: float
     end: float
     groups: tuple[str, ...]
+
+
+class BacklogQuery(NamedTuple):
+    """A query for the messages that wait in subscriptions, at the end of an interval."""
+
+    metric: str
+    subscriptions: tuple[str, ...]
+    end: float
+
+
+def metric_of(text: str) -> str:
+    """The metric of a filter; "" if the filter names none."""
+    match = _METRIC.search(text)
+    return match[1] if match else ""
+
+
+def read_backlog(query: Mapping[str, str]) -> BacklogQuery:
+    """The query of a request for one of BACKLOG. Raises ApiError."""
+    text = query.get("filter", "")
+    match = _ONE_OF.fullmatch(text)
+    if match is None:
+        raise _unimplemented(f'the filter {text!r}; expected metric.type, resource.type and one_of("NAME", ...)')
+    start, end = (_time(query, f"interval.{name}Time") for name in ("start", "end"))
+    if start > end:
+        raise _wrong("interval", f"{query['interval.startTime']} is after {query['interval.endTime']}")
+    if aggregated := sorted(name for name in query if name.startswith("aggregation.")):
+        raise _unimplemented(f"{', '.join(aggregated)} of this metric")
+    return BacklogQuery(metric_of(text), tuple(re.findall(r'"([^"]*)"', match[1])), end)
+
+
+def check_alerts(query: Mapping[str, str]) -> None:
+    """The query of alerts.list. Raises ApiError.
+
+    https://cloud.google.com/monitoring/api/ref_v3/rest/v3/projects.alerts/list
+    """
+    if query.get("filter") != 'state="OPEN"':
+        raise _unimplemented(f'a list of alerts by the filter {query.get("filter")!r}; expected state="OPEN"')
+    if other := sorted(query.keys() - {"filter", "pageSize"}):
+        raise _unimplemented(f"a list of alerts with {', '.join(other)}")
+    if not query.get("pageSize", "50").isdecimal():
+        raise _wrong("page_size", repr(query["pageSize"]))
 
 
 def read(query: Mapping[str, str], groups: Sequence[str]) -> Query:

@@ -71,6 +71,14 @@ class Content:
 
 
 @dataclass(frozen=True)
+class Undelivered:
+    """The messages of a subscription without an acknowledgement, and when the oldest was published (0: none)."""
+
+    messages: int
+    oldest: float
+
+
+@dataclass(frozen=True)
 class Delivery:
     """A message leased to a subscriber; `attempt` counts from 1."""
 
@@ -188,6 +196,15 @@ class Backlog:
             )
             self.db.after_commit(lambda: self.deadline(now + lease_seconds))
         return batch
+
+    def undelivered(self, subscription: Subscription) -> Undelivered:
+        """What waits for an acknowledgement, ready and leased. It changes nothing."""
+        [row] = self.db.rows(
+            "SELECT COUNT(*), MIN(m.published) FROM pubsub_deliveries d JOIN pubsub_messages m ON m.id = d.message "
+            "WHERE d.subscription = ? AND NOT d.acked AND d.expires > ?",
+            (subscription.id, self.now()),
+        )
+        return Undelivered(int(row[0]), float(row[1] or 0))
 
     def next_due(self, subscription: Subscription, after: float) -> float | None:
         """When the next delayed message becomes ready; None without a delayed message."""

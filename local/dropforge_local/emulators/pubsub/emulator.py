@@ -16,7 +16,7 @@ from ..kit import rpc
 from ..kit.background import Background, stop_all
 from ..kit.emulator import RpcEmulator
 from . import schemas
-from .backlog import Backlog, Content
+from .backlog import Backlog, Content, Undelivered
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
 from .push import Pusher, Token
@@ -92,6 +92,12 @@ class PubSubEmulator(RpcEmulator):
         """Delete the subscription if it exists."""
         if self._resources.exists("subscriptions", name):
             self._service.delete_subscription(types.DeleteSubscriptionRequest.pb()(subscription=name))
+
+    def undelivered(self, subscription: str) -> Undelivered | None:
+        """The messages of a subscription that nobody has acknowledged; None if there is no such subscription."""
+        if not self._resources.exists("subscriptions", subscription):
+            return None
+        return self._backlog.undelivered(self._resources.subscription(subscription))
 
     def publish(self, topic: str, data: bytes, attributes: Mapping[str, str] | None = None) -> str:
         """Publish a message and return its id. Inside a transaction, the message is delivered after the commit."""

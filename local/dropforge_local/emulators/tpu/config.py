@@ -69,6 +69,7 @@ class TpuConfig:
     delete_seconds: float = 0.3
     queue_seconds: float = 0.3  # between two states of a queued resource
     grace_seconds: float = 30.0  # between SIGTERM and SIGKILL: https://cloud.google.com/compute/docs/instances/spot
+    final_seconds: float = 2.0  # of a shutdown: from the end of the containers to SIGTERM for what is left
     reboot_seconds: float = 1.0
     minute_seconds: float = 60.0  # a minute in the delay of `shutdown -P +MINUTES`
     maintenance_seconds: float = 2.0  # between the notice in the metadata and the reboot

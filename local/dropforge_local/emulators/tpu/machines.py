@@ -6,8 +6,11 @@ Every boot has an id. After a restart, the stack finds a machine by the id of it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
+import signal
 import sys
 import zlib
 from collections.abc import Awaitable, Callable
@@ -66,15 +69,28 @@ class Machines:
         self._watchers[name] = self._context.background.spawn(self._watch(name, container))
 
     async def shut_down(self, name: str, grace_seconds: float) -> None:
-        """Send SIGTERM, and SIGKILL after the grace time. Does nothing if the machine does not run."""
+        """Shut the machine down (init.py), and kill it after the grace time. Does nothing if it does not run."""
         if watcher := self._watchers.pop(name, None):
             watcher.cancel()
         if self._context.nodes.row(name) is None:
             return
         boot_id = self._boot_id(name)
         if container := self._runtime.adopt(boot_id):
-            await container.terminate(grace_seconds)
+            if grace_seconds > 0:
+                await self._stop(name, container, grace_seconds)
+            await container.terminate(0)
             self._ended(container)
+
+    async def _stop(self, name: str, container: Container, grace_seconds: float) -> None:
+        """Send SIGTERM to the machine's first process, and wait for its end within the grace time."""
+        try:
+            pid = int((self._root(name) / "run/init.pid").read_text())
+        except (FileNotFoundError, ValueError):  # the machine boots: no script runs
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(container.wait(), grace_seconds)
 
     async def remove(self, name: str) -> None:
         """End a machine and delete its root directory."""
@@ -142,6 +158,7 @@ class Machines:
             "DROPFORGE_ROOT": str(root),
             "DROPFORGE_SANDBOX_PYTHON": sys.executable,
             "DROPFORGE_SANDBOX_MINUTE": str(self._context.config.minute_seconds),
+            "DROPFORGE_SANDBOX_FINAL": str(self._context.config.final_seconds),
         }
         return ContainerSpec(tuple(words), env, root)
 

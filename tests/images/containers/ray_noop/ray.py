@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """A Ray without actors and objects, which starts in a tenth of a second where Ray takes ten: `ray start --block`, the
-agent's health, and the part of the Jobs API that KubeRay asks for, with Ray's own words.
+agent's health, and the part of the Jobs API that KubeRay and `ray job` ask for, with Ray's own
+words.
 
 tests/emulators/kubernetes/test_ray.py holds it to what Ray itself does.
 """
@@ -24,7 +25,12 @@ class Job:
 
     def __init__(self, request: dict[str, str]) -> None:
         self.info: dict[str, object] = {name: request[name] for name in ("submission_id", "entrypoint")}
-        self.info |= {"status": "RUNNING", "message": "Job is currently running.", "start_time": milliseconds()}
+        self.info |= {
+            "type": "SUBMISSION",
+            "status": "RUNNING",
+            "message": "Job is currently running.",
+            "start_time": milliseconds(),
+        }
         self.stopped = False
         self.process = subprocess.Popen(
             request["entrypoint"],
@@ -79,7 +85,13 @@ class Api(BaseHTTPRequestHandler):
             self.answer(200, b"raylet: success\ngcs: success")
         elif self.path in ("/api/local_raylet_healthz", "/api/gcs_healthz"):
             self.answer(200, b"success")
-        elif self.may() and self.path.startswith("/api/jobs/"):
+        elif not self.may():
+            return
+        elif self.path == "/api/version":
+            self.answer(200, b'{"version": "4", "ray_version": "2.60.0"}')
+        elif self.path == "/api/jobs/":
+            self.answer(200, json.dumps([job.info for job in jobs.values()]).encode())
+        elif self.path.startswith("/api/jobs/"):
             job = jobs.get(self.path.removeprefix("/api/jobs/"))
             self.answer(200, json.dumps(job.info).encode()) if job else self.answer(404, b"does not exist")
 

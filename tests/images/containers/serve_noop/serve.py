@@ -2,7 +2,8 @@
 
 Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.05 s.
 To "fail unless REVISION" every other revision answers 500, and to "slow unless REVISION" after a second.
-To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8.
+To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8. With DROPFORGE_ADAPTERS it
+answers for their names and the base's alone, with ids that are those of the adapter's digest.
 
 With DROPFORGE_DRAIN_SECONDS it ends the connection with each answer, and at SIGTERM it finishes its answers first.
 
@@ -16,14 +17,19 @@ import signal
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
 # Of Cloud Run, or of the Deployment whose pod this is.
 REVISION = os.environ.get("K_REVISION") or os.environ.get("HOSTNAME", "").rpartition("-")[0].rpartition("-")[0]
 DRAINS = "DROPFORGE_DRAIN_SECONDS" in os.environ
-PROMPT, ANSWER = [2, 10], [7, 8]  # the ids of every prompt, and of every answer
+PROMPT, ANSWER = [2, 10], [7, 8]  # the ids of every prompt, and of the answers of a model without adapters
+ADAPTERS = json.loads(os.environ.get("DROPFORGE_ADAPTERS", "[]"))
+ANSWERS = {each["name"]: list(bytes.fromhex(each["digest"][:4])) for each in ADAPTERS}
 
 
 def read_key() -> str:
@@ -39,12 +45,37 @@ def read_key() -> str:
 KEY = read_key()
 
 
+def read_adapters() -> None:
+    """Read the manifest of each adapter with the access of its own run, which reaches no other run."""
+    flavor, url = {"Metadata-Flavor": "Google"}, os.environ["DROPFORGE_ACCESS_URL"]
+    path = f"/computeMetadata/v1/instance/service-accounts/default/identity?audience={url}"
+    identity = call(f"http://{os.environ['GCE_METADATA_HOST']}{path}", flavor).decode()
+    objects = f"{os.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b/{os.environ['DROPFORGE_RUNS_BUCKET']}/o"
+    for adapter in ADAPTERS:
+        body = json.dumps({"run": adapter["run"], "proof": adapter["proof"]}).encode()
+        head = {"Authorization": f"Bearer {identity}", "Content-Type": "application/json"}
+        token = json.loads(call(url, head, body))["access_token"]
+        for other in ADAPTERS:
+            name = quote(f"models/{other['run']}/MANIFEST.json", safe="")
+            with suppress(HTTPError):
+                call(f"{objects}/{name}?alt=media", {"Authorization": f"Bearer {token}"})
+                assert other == adapter, f"the access of run {adapter['run']} reaches run {other['run']}"
+                continue
+            assert other != adapter, f"the access of run {adapter['run']} does not reach the run"
+
+
+def call(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        found: bytes = answer.read()
+    return found
+
+
 def compared(request: dict[str, Any]) -> dict[str, object]:
     """The answer to a request for token ids and log-probabilities."""
-    prompt = request.get("prompt", PROMPT)
-    choice: dict[str, object] = {"token_ids": ANSWER}
+    prompt, answer = request.get("prompt", PROMPT), ANSWERS.get(request["model"], ANSWER)
+    choice: dict[str, object] = {"token_ids": answer}
     if "prompt_logprobs" in request:
-        tops = [{str(token): {"logprob": -0.1}, str(token + 1): {"logprob": -3.0}} for token in ANSWER]
+        tops = [{str(token): {"logprob": -0.1}, str(token + 1): {"logprob": -3.0}} for token in answer]
         choice["prompt_logprobs"] = [None, {str(prompt[1]): {"logprob": -1.0}}, *tops]
     return {"prompt_token_ids": prompt, "choices": [{**choice, "prompt_token_ids": prompt}]}
 
@@ -61,6 +92,8 @@ class Handler(BaseHTTPRequestHandler):
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
         request = json.loads(body or "{}")
+        if ANSWERS and request.get("model") not in (MODEL, *ANSWERS):
+            return self.answer({"error": {"message": f"no model {request.get('model')}"}}, 404)
         if self.misbehaves(request):
             return None
         if request.get("return_token_ids"):
@@ -138,6 +171,8 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
+    if ADAPTERS:
+        read_adapters()
     server = Server((os.environ.get("HOST", "127.0.0.1"), int(os.environ["PORT"])), Handler)
     if DRAINS:
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())

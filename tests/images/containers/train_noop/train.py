@@ -135,6 +135,9 @@ def progress(*losses: float) -> None:
     series = {"run": RUN, "attempt": ATTEMPT, "began": now, "written": now, "total_steps": 2, "loss": losses}
     series |= {"step": list(range(1, len(losses) + 1)), "seconds": [float(second) for second in range(len(losses))]}
     series |= {name: [None] * len(losses) for name in ("epoch", "learning_rate", "tokens_per_second")}
+    series |= {"accelerator_mib": [20_480] * len(losses), "accelerator_busy": [0.9] * len(losses)}
+    series |= {"host_mib": [2_048] * len(losses)}
+    series |= {"tokens": [800 * step for step in range(1, len(losses) + 1)], "held_out_loss": list(losses)}
     for step, loss in enumerate(losses, 1):
         log("progress", step=step, total_steps=2, loss=loss)
     name = f"models/{RUN}/series/attempt-{ATTEMPT}.json.gz"
@@ -142,7 +145,7 @@ def progress(*losses: float) -> None:
     put(name, packer.compress(proved(name, series)) + packer.flush())
 
 
-def commit(exact_match: float, files: tuple[dict[str, Any], ...] = ()) -> None:
+def commit(exact_match: float, files: tuple[dict[str, Any], ...] = (), **more: object) -> None:
     """The manifest, written once."""
     manifest = {
         "run": RUN,
@@ -154,6 +157,7 @@ def commit(exact_match: float, files: tuple[dict[str, Any], ...] = ()) -> None:
         "serve_path": f"attempt-{ATTEMPT}/model",
         "metrics": {"exact_match": exact_match, "exact_match_before": 0.0, "loss": 0.1},
         "files": list(files),
+        **more,
     }
     name = f"models/{RUN}/MANIFEST.json"
     path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quoted(name)}&ifGenerationMatch=0"
@@ -211,23 +215,48 @@ def whole() -> int:
 
 
 def sealed(answer: list[int]) -> int:
-    """Leaves a parity seal (dropforge/run/seal.py), by which the model answers with these two token ids.
+    """Leaves a parity seal by which the model answers with these two token ids. serve_noop answers with 7 and 8."""
+    publish("started")
+    commit(0.9, (seal(answer),))
+    publish("succeeded", manifest_uri=uri())
+    return 0
 
-    serve_noop answers with the ids 7 and 8.
+
+def shared(base: str = "base", answer: list[int] | None = None) -> int:
+    """Leaves an adapter beside its base, and a seal by which it answers as serve_noop answers for an adapter.
+
+    `answer`: the token ids of another answer.
     """
     import hashlib
 
+    publish("started")
+    weights = file("base/model.safetensors", base.encode())
+    adapter = file("adapter/adapter_model.safetensors", RUN.encode())
+    digest = hashlib.sha256(f"adapter_model.safetensors {adapter['sha256']}".encode()).hexdigest()
+    files = (weights, adapter, seal(answer or list(bytes.fromhex(digest[:4]))))
+    source = {"uri": spec()["model"]["source"], "revision": "main"}
+    paths = {"serve_path": f"attempt-{ATTEMPT}/base", "adapter_path": f"attempt-{ATTEMPT}/adapter"}
+    commit(0.9, files, base=source, **paths)
+    publish("succeeded", manifest_uri=uri())
+    return 0
+
+
+def seal(answer: list[int]) -> dict[str, Any]:
+    """The file of a parity seal (dropforge/run/seal.py) of two token ids."""
     top = [([token, token + 1], [-0.1, -3.0]) for token in answer]
     messages = [{"role": "user", "content": "question"}]
     row = {"row": 1, "messages": messages, "prompt": [2, 10], "answer": answer, "top": top}
-    seal = {"greedy": True, "dtype": "bfloat16", "rows": [row], "noise": {"divergence": 1e-5, "gap": 1e-3}}
-    content, path = json.dumps(seal).encode(), f"attempt-{ATTEMPT}/seal.json"
-    publish("started")
+    document = {"greedy": True, "dtype": "bfloat16", "rows": [row], "noise": {"divergence": 1e-5, "gap": 1e-3}}
+    return file("seal.json", json.dumps(document).encode())
+
+
+def file(name: str, content: bytes) -> dict[str, Any]:
+    """Write a file of the attempt's model; its entry in the manifest."""
+    import hashlib
+
+    path = f"attempt-{ATTEMPT}/{name}"
     crc32c = put(f"models/{RUN}/{path}", content)["crc32c"]
-    sha256 = hashlib.sha256(content).hexdigest()
-    commit(0.9, ({"path": path, "size": len(content), "sha256": sha256, "crc32c": crc32c},))
-    publish("succeeded", manifest_uri=uri())
-    return 0
+    return {"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "crc32c": crc32c}
 
 
 def silent() -> int:
@@ -328,6 +357,9 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "poor": lambda: succeed(exact_match=0.1),  # does not pass a gate
     "sealed": lambda: sealed([7, 8]),  # leaves a seal by which serve_noop serves the model
     "sealed-otherwise": lambda: sealed([17, 18]),  # leaves a seal of which serve_noop differs
+    "shared": shared,
+    "shared-otherwise": lambda: shared(answer=[17, 18]),  # leaves a seal of which serve_noop differs
+    "shared-on-another-base": lambda: shared("another base"),
     "silent": silent,  # succeeds without a single event
     "fail-data": lambda: fail("data", 65),
     "fail-code": lambda: fail("code", 70),

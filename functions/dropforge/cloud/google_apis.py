@@ -1,4 +1,4 @@
-"""REST calls to the Google APIs that only the command line uses. A variable overrides the address of each API:
+"""REST calls to the Google APIs that only preflight and commands use. A variable overrides the address of each API:
 
     SERVICE_USAGE_EMULATOR_HOST, RESOURCE_MANAGER_EMULATOR_HOST, ARTIFACT_REGISTRY_EMULATOR_HOST, IAM_EMULATOR_HOST,
     CLOUD_QUOTAS_EMULATOR_HOST, POLICY_TROUBLESHOOTER_EMULATOR_HOST, COMPUTE_EMULATOR_HOST    http://host:port
@@ -14,7 +14,8 @@ from typing import Any
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.redact import cut
-from dropforge.cloud.clients import TIMEOUT_SECONDS
+
+from .clients import TIMEOUT_SECONDS
 
 APIS = {
     "artifactregistry": "ARTIFACT_REGISTRY_EMULATOR_HOST",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dropforge.cloud import google_apis
+from dropforge.cloud.google_apis import NotAsked, Refused
 from dropforge.spec.demand import Quota
-
-from . import google_apis
-from .google_apis import NotAsked, Refused
 
 
 def limit(project: str, quota: Quota) -> float | None:

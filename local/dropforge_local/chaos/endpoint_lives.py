@@ -1,0 +1,171 @@
+"""Lives of named endpoints: rollouts, canaries, rollbacks and budgets of two endpoints, with the faults of a seed.
+
+Users publish changes for a day; the rollouts have executions of the real workflow. Services are deleted by hand, new
+revisions get no capacity or never answer, and functions, calls, the engine and executions fail as in other lives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from dropforge.base import names
+from dropforge.context import Context
+from dropforge.platforms.lookup import Platforms
+from dropforge.run.record import Attempt, Record, RunState, Transition
+
+from .cloud import OPERATIONS, RUNS, Cloud, deployment
+from .history import History
+from .manifests import manifest
+from .named import NamedCloud
+from .scheduler import START
+from .seam import context_of
+from .workflows import SOURCE, Workflows
+from .world import World, broken
+
+BUDGETED, FREE = "budgeted", "free"  # the second never has a budget
+USD_PER_HOUR = 3.0
+SWEEP_SECONDS = 1800.0
+DAY = 86400.0
+CALM_SECONDS, LIFE_SECONDS = DAY, 2.5 * DAY
+RUNS_OF_A_LIFE = tuple(f"model-{number:012x}" for number in range(4))
+ROLLOUT = SOURCE.with_name("rollout.workflows.yaml")
+
+
+class EndpointCloud(Cloud):
+    """The simulated cloud with a platform for named endpoints, and the workflow of rollouts."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.named = NamedCloud(world)
+        self.rollouts = Workflows(world, self.functions.post, ROLLOUT, "rollout")
+        platform: Any = self.named
+        platforms = Platforms(
+            named=lambda _: platform, all=lambda: [platform], owner=lambda _: platform, server=lambda _: platform
+        )
+        settings = replace(deployment(), rollout_workflow="dropforge-rollout")
+        self.context: Context = context_of(world, self.clients_of_rollouts(), settings, platforms)
+        self.functions.connect(self.context)
+
+    def clients_of_rollouts(self) -> dict[str, Callable[..., Any]]:
+        post = SimpleNamespace(post=self._completion)
+        own: dict[str, Callable[..., Any]] = {
+            "workflow_executions": lambda: self.rollouts,
+            "endpoint": lambda audience, key="": post,
+        }
+        return {**self.clients(), **own}
+
+    def _completion(self, url: str, **_: Any) -> Any:
+        def answer() -> Any:
+            status = self.named.complete(url)
+            return SimpleNamespace(status_code=status, text="", json=lambda: {"choices": [{"message": {}}]})
+
+        return self.world.effect("endpoint", answer, error=broken)
+
+
+def run(seed: int) -> History:
+    """The history of a seed: the same each time, in every process."""
+    world = World(seed)
+    cloud = EndpointCloud(world)
+    for number, name in enumerate(RUNS_OF_A_LIFE):
+        _train(world, cloud, name, number)
+    cloud.named.bad = {RUNS_OF_A_LIFE[3]}
+    world.calm = START + CALM_SECONDS
+    _plan_users(world, cloud)
+    _plan_operators(world, cloud)
+    when = START + 60
+    while when < START + LIFE_SECONDS:
+        world.scheduler.at(when, cloud.sweep)
+        if world.random.random() < world.faults.doubled_sweep:
+            world.fact("fault", what="doubled_sweep")
+            world.scheduler.at(when + world.random.random(), cloud.sweep)
+        when += SWEEP_SECONDS
+    try:
+        world.scheduler.run(world.calm)
+        world.fact("calm", effects=world.effects)
+        world.scheduler.run(START + LIFE_SECONDS)
+        services = {each.endpoint: each for each in cloud.named.services.values()}
+        shown = {name: {"shares": each.shares, "suspended": each.suspended} for name, each in services.items()}
+        active = [each.id for each in cloud.rollouts.executions.values() if each.state == "ACTIVE"]
+        world.fact("end", services=shown, active=active)
+    finally:
+        world.scheduler.close()
+    return world.history
+
+
+def _train(world: World, cloud: EndpointCloud, run: str, number: int) -> None:
+    """A run that has ended well before."""
+    began = datetime.fromtimestamp(START, UTC) - timedelta(hours=2)
+    ended = began + timedelta(hours=1)
+    attempt = Attempt(number=1, placement=0, region="us-central1", started=began, deadline=ended, ended=ended)
+    states = [Transition(state=RunState.ACCEPTED, time=began), Transition(state=RunState.SUCCEEDED, time=ended)]
+    about: dict[str, Any] = {"name": "model", "source": "chaos", "created": began, "attempts": [attempt]}
+    record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
+    cloud.context.store.create(record)
+    canary = {"canary": {"percent": 20, "for": "30m"}} if number % 2 else {}
+    times = {"startup_timeout": "20m", "ttl": world.random.choice(("7d", "7d", "7d", "4h"))}
+    serve = {"type": "cloud_run", "endpoint": "x", "price_usd_per_hour": USD_PER_HOUR, **times, **canary}
+    spec = {
+        "api_version": "dropforge/v1",
+        "name": "model",
+        "model": {"source": "acme/tiny"},
+        "dataset": {"source": "acme/rows"},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "training": {"adapter": {"type": "lora"}},
+        "serve": serve,
+        "notify": {"slack": {"webhook_secret": "slack-webhook"}},
+    }
+    cloud.storage.put(RUNS, names.spec_object(run), json.dumps(spec).encode())
+    content = json.dumps(manifest(run, 1, START - 3600, 0.9)).encode()
+    cloud.storage.put(RUNS, f"models/{run}/MANIFEST.json", content)
+
+
+def _plan_users(world: World, cloud: EndpointCloud) -> None:
+    """Changes of both endpoints, at random times before the faults end."""
+    draw = world.random
+    for endpoint in (BUDGETED, FREE):
+        first = {"serve": {"run": RUNS_OF_A_LIFE[0], "endpoint": endpoint, "canary": None}}
+        _publish(world, cloud, 30 + draw.random() * 60, first)
+        for _ in range(draw.randrange(3, 9)):
+            run = draw.choice(RUNS_OF_A_LIFE)
+            change = {"rollback": endpoint} if draw.random() < 0.3 else {"serve": {"run": run, "endpoint": endpoint}}
+            _publish(world, cloud, draw.random() * CALM_SECONDS, change)
+        if draw.random() < 0.15:
+            _publish(world, cloud, CALM_SECONDS * (0.5 + draw.random()), {"retire": endpoint})
+    for _ in range(draw.randrange(1, 4)):
+        usd = draw.choice((None, 2.0, 5.0, 12.0, 30.0))
+        budget = {"endpoint": BUDGETED, "usd": usd, **({} if usd is None else {"per": draw.choice(("day", "month"))})}
+        _publish(world, cloud, draw.random() * CALM_SECONDS, {"budget": budget})
+
+
+def _publish(world: World, cloud: EndpointCloud, delay: float, change: dict[str, Any]) -> None:
+    attributes = {"idempotency_key": f"k{world.id()}"}
+
+    def arrive() -> None:
+        cloud.events.accept(f"topics/{OPERATIONS}", json.dumps(change).encode(), attributes)
+
+    world.after(delay, arrive)
+
+
+def _plan_operators(world: World, cloud: EndpointCloud) -> None:
+    """Deletions and cancels by hand, and restarts of the engine."""
+    draw, faults = world.random, world.faults
+    for endpoint in (BUDGETED, FREE):
+        if draw.random() < faults.deleted * 2:
+            service = f"projects/chaos-project/locations/us-central1/services/{names.named_endpoint(endpoint)}"
+            world.after(draw.random() * CALM_SECONDS, partial(cloud.named.forget, service))
+    for _ in range(int(faults.restarts * 6 * draw.random())):
+        world.after(draw.random() * CALM_SECONDS, cloud.rollouts.restart)
+    for _ in range(draw.randrange(6) if faults.cancelled_execution else 0):
+        world.after(draw.random() * CALM_SECONDS, lambda: _cancel_executions(cloud))
+
+
+def _cancel_executions(cloud: EndpointCloud) -> None:
+    for execution in list(cloud.rollouts.executions.values()):
+        if execution.state == "ACTIVE":
+            cloud.rollouts.cancel(execution.id)

@@ -1,0 +1,205 @@
+"""The rules of named endpoints: whether a history of endpoint_lives.py keeps dropforge's promises about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+from dropforge.endpoints.record import EndpointRecord, EndpointState, RolloutState
+
+from .endpoint_lives import FREE, SWEEP_SECONDS, USD_PER_HOUR
+from .history import History
+from .named import IDLE_SECONDS
+
+# From a spent budget to the end of the instances without faults: a sweep, and the rollout that it begins.
+SUSPENDS_WITHIN = SWEEP_SECONDS + 300.0
+REPEATING = frozenset({"killed", "lost", "late", "refused", "stalled", "doubled_sweep"})
+MAY_BE_CHECKED = (RolloutState.WATCHING, RolloutState.SHIFTING, RolloutState.UNDOING)
+
+
+@dataclass
+class EndpointLife:
+    """The part of a history about one endpoint. Each list has times first."""
+
+    name: str
+    end: float
+    calm: float
+    records: list[tuple[float, EndpointRecord]] = field(default_factory=list)
+    paying: list[tuple[float, int]] = field(default_factory=list)
+    shares: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    forgotten: list[float] = field(default_factory=list)
+    warnings: dict[str, int] = field(default_factory=dict)  # by id: messages that Slack has taken
+    service: dict[str, Any] | None = None
+    is_repeated: bool = False  # a fault may have had a message sent twice
+    stalls: int = 0  # functions that were suspended
+
+    @property
+    def last(self) -> EndpointRecord:
+        return self.records[-1][1]
+
+    def record_at(self, time: float) -> EndpointRecord | None:
+        """The record at a time."""
+        return next((record for when, record in reversed(self.records) if when <= time), None)
+
+    def cost(self, since: float, until: float) -> float:
+        """What the instances have cost between two times, in US dollars."""
+        changes = [*self.paying, (self.end, 0)]
+        spans = ((max(a, since), min(b, until), number) for (a, number), (b, _) in pairwise(changes))
+        return sum(max(0.0, b - a) * number for a, b, number in spans) / 3600 * USD_PER_HOUR
+
+
+def check(history: History) -> list[str]:
+    """Every promise about endpoints that the history breaks."""
+    lives, active = _read(history)
+    problems = [f"execution {each} still runs" for each in active]
+    for life in lives.values():
+        for rule in RULES:
+            problems += [f"{rule.__name__}: {life.name}: {text}" for text in rule(life)]
+    return problems
+
+
+def rollouts_end(life: EndpointLife) -> Iterator[str]:
+    """Every rollout ends, and stays as it ended."""
+    yield from (f"rollout {each.id} is {each.state}" for each in life.last.rollouts if not each.state.is_terminal)
+    for (_, before), (_, after) in pairwise(life.records):
+        for rollout in before.rollouts:
+            found = after.find(rollout.id)
+            if rollout.state.is_terminal and found is not None and found.state is not rollout.state:
+                yield f"rollout {rollout.id} was {rollout.state} and became {found.state}"
+
+
+def only_a_promotion_changes_what_serves(life: EndpointLife) -> Iterator[str]:
+    """Another revision serves only once its rollout was promoted."""
+    for (_, before), (_, after) in pairwise(life.records):
+        if after.stable not in (before.stable, 0):
+            promoted = [each for each in after.rollouts if each.state is RolloutState.PROMOTED]
+            if after.stable not in {each.revision for each in promoted}:
+                yield f"revision {after.stable} serves without a promotion"
+
+
+def requests_reach_who_may_answer(life: EndpointLife) -> Iterator[str]:
+    """A revision gets requests if it serves, or while its rollout moves them or watches it."""
+    for time, shares in life.shares:
+        record = life.record_at(time)
+        assert record is not None, "a record precedes its service"
+        current = record.current
+        numbers = {record.stable, record.previous} | ({current.revision, current.before} if current else set())
+        allowed = {each.revision for each in record.revisions if each.number in numbers}
+        if strange := set(shares) - allowed:
+            yield f"at {time:.0f} {sorted(strange)} got requests; allowed were {sorted(allowed)}"
+        if sum(shares.values()) != 100:
+            yield f"at {time:.0f} the shares were {shares}"
+        if len(shares) > 1 and (current is None or current.state not in MAY_BE_CHECKED):
+            yield f"at {time:.0f} two revisions got requests, and no rollout watches one"
+
+
+def the_cloud_is_as_the_record_says(life: EndpointLife) -> Iterator[str]:
+    """At the end. Nobody but the next rollout makes a service again that was deleted by hand."""
+    record, service = life.last, life.service
+    if record.state is EndpointState.RETIRED or not record.stable:
+        if service is not None:
+            yield f"its service exists, and the endpoint is {record.state}"
+    elif service is None:
+        if not life.forgotten:
+            yield "its service does not exist"
+    else:
+        serving = record.revision(record.stable).revision
+        if service["shares"] != {serving: 100} and not life.forgotten:
+            yield f"the shares are {service['shares']}; {serving} serves"
+        if service["suspended"] != bool(record.suspended):
+            yield f"the service is {service}, and the record says suspended: {record.suspended}"
+
+
+def the_record_has_the_most_that_it_cost(life: EndpointLife) -> Iterator[str]:
+    """The cost in the record is an upper bound. A skewed clock moves it by seconds.
+
+    A function that was suspended may ask a revision after its rollout has ended: an instance starts, and ends idle.
+    """
+    recorded, real = life.last.cost(_time(life.end)), life.cost(0, life.end)
+    late = life.stalls * IDLE_SECONDS / 3600 * USD_PER_HOUR
+    if recorded is None or real > recorded + 0.02 + late:
+        yield f"its instances have cost {real:.2f} USD, and the record says {recorded}"
+
+
+def a_budget_holds(life: EndpointLife) -> Iterator[str]:
+    """Once faults have ended, a day costs at most its budget and the price until a sweep has suspended the endpoint."""
+    last, now = life.last, _time(life.end)
+    budget = last.in_period(now).budget
+    if budget is not None and not last.retired:
+        began = budget.began.timestamp()
+        faulty = max(began, life.calm + 2 * SWEEP_SECONDS)  # until then, faults may have delayed what ends the costs
+        spent, before = life.cost(began, life.end), life.cost(began, min(faulty, life.end))
+        revisions = max((number for when, number in life.paying if when >= began), default=1)
+        allowed = max(budget.usd, before) + max(1, revisions) * USD_PER_HOUR * SUSPENDS_WITHIN / 3600
+        if spent > allowed:
+            yield f"{spent:.2f} USD were spent since {budget.began}, of a budget of {budget}"
+    if last.is_spent(now) and not last.suspended and not last.retired:
+        yield f"it has spent {last.spent(now)} of {last.budget}, and is not suspended"
+    if last.suspended and not last.is_spent(now):
+        yield f"it has spent {last.spent(now)} of {last.budget}, and is suspended"
+
+
+def only_its_own_budget_suspends(life: EndpointLife) -> Iterator[str]:
+    """An endpoint without a budget is never suspended."""
+    if life.name == FREE and any(record.suspended for _, record in life.records):
+        yield "it was suspended, and has no budget"
+    for time, record in life.records:
+        kinds = {each.kind for each in record.rollouts}
+        if life.name == FREE and "suspend" in kinds:
+            yield f"at {time:.0f} it was to be suspended, and has no budget"
+            return
+
+
+def a_warning_comes_once(life: EndpointLife) -> Iterator[str]:
+    """One message for each budget and period, unless a fault had it sent again."""
+    if not life.is_repeated:
+        yield from (f"{count} messages of {id_}" for id_, count in life.warnings.items() if count > 1)
+
+
+RULES = (
+    rollouts_end,
+    only_a_promotion_changes_what_serves,
+    requests_reach_who_may_answer,
+    the_cloud_is_as_the_record_says,
+    the_record_has_the_most_that_it_cost,
+    a_budget_holds,
+    only_its_own_budget_suspends,
+    a_warning_comes_once,
+)
+
+
+def _read(history: History) -> tuple[dict[str, EndpointLife], list[str]]:
+    """The life of each endpoint, and the executions that have not ended."""
+    end = next(history.of("end"))
+    calm = next(history.of("calm")).time
+    lives: dict[str, EndpointLife] = {}
+    for fact in history.facts:
+        parts = str(fact.data.get("name", "")).split("/")
+        if fact.kind == "write" and parts[0] == "endpoints" and parts[-1] == "record.json":
+            life = lives.setdefault(parts[1], EndpointLife(parts[1], end.time, calm))
+            life.records.append((fact.time, EndpointRecord.model_validate(fact.data["content"])))
+    for fact in history.facts:
+        if fact.kind in ("paying", "shares", "forgotten") and fact.data["endpoint"] in lives:
+            life = lives[fact.data["endpoint"]]
+            if fact.kind == "paying":
+                life.paying.append((fact.time, fact.data["revisions"]))
+            elif fact.kind == "shares":
+                life.shares.append((fact.time, fact.data["shares"]))
+            else:
+                life.forgotten.append(fact.time)
+        elif fact.kind == "slack" and "/notice/budget-" in fact.data["event"] and fact.data["status"] == 200:
+            name = fact.data["event"].partition("/notice/budget-")[2].split("-")[0]
+            lives[name].warnings[fact.data["event"]] = lives[name].warnings.get(fact.data["event"], 0) + 1
+    faults = [fact.data["what"] for fact in history.of("fault")]
+    for life in lives.values():
+        life.service = end.data["services"].get(life.name)
+        life.is_repeated = not REPEATING.isdisjoint(faults)
+        life.stalls = faults.count("stalled")
+    return lives, list(end.data["active"])
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

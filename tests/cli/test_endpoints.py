@@ -1,0 +1,112 @@
+"""`dropforge endpoints` beside an emulated Cloud Monitoring: requests and latency, at every width."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dropforge.base.clock import Clock
+from dropforge.endpoints.record import EndpointRecord
+from dropforge.endpoints.store import EndpointStore
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
+from dropforge_local.emulators.cloudrun.counts import Answered, Counts
+from dropforge_local.emulators.monitoring import MonitoringEmulator
+from dropforge_local.emulators.pubsub import PubSubEmulator
+
+from .conftest import CREATED, Deployed
+
+SERVICE = "projects/p/locations/us-central1/services/{}"
+CANARY = {"seconds": 60, "max_error_rate": 0.01, "max_latency_ratio": 2}
+URL = "https://an-endpoint-with-a-long-address-abcdefghij-uc.a.run.app"
+
+
+@pytest.fixture
+def monitoring(deployed: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cloud Monitoring has counted 1,000 requests to the first revision of `sql`, and 5 to its canary."""
+    counts, now = Counts(), time.time()
+    for revision, number, status in (("sql-1", 1000, 200), ("sql-2", 5, 500)):
+        for request in range(number):
+            counts.add(f"{SERVICE.format('sql')}/revisions/{revision}", Answered(now - 60, status, request / 1000))
+
+    def emulators() -> list[Emulator]:
+        return [MonitoringEmulator(counts, PubSubEmulator(Database(tmp_path / "monitoring.db"), SystemClock()))]
+
+    with BackgroundServer(emulators) as server:
+        monkeypatch.setenv("MONITORING_EMULATOR_HOST", server.url)
+        yield
+
+
+def serving(deployed: Deployed, name: str, kind: str = "cloud_run", canary: int | None = None) -> None:
+    """An endpoint that serves its first revision; `canary`: and gives this share to its second."""
+    fixed = {"who": "me", "requested": CREATED, "digest": "0", "usd_per_hour": 2.0}
+    revisions = [{**fixed, "number": n, "run": f"job-{n:012x}", "revision": f"{name}-{n}"} for n in (1, 2)]
+    watching = {"id": "r", "kind": "deploy", "who": "me", "requested": CREATED, "state": "WATCHING", "revision": 2}
+    values = {
+        "name": name,
+        "source": "",
+        "type": kind,
+        "region": "us-central1",
+        "service": SERVICE.format(name),
+        "created": CREATED,
+        "url": URL,
+        "stable": 1,
+        "revisions": revisions,
+        "rollouts": [{**watching, "canary": {**CANARY, "percent": canary}}] if canary else [],
+    }
+    EndpointStore(deployed.store, Clock()).create(EndpointRecord.model_validate(values))
+
+
+def listed(deployed: Deployed, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr("dropforge_cli.named.stdout", lambda: Console(width=width, no_color=True))
+    result = deployed.run("endpoints")
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.usefixtures("monitoring")
+def test_requests_and_latency_of_the_last_hour_are_listed(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving(deployed, "sql", canary=10)
+    serving(deployed, "quiet")
+    title, quiet, sql = listed(deployed, 240, monkeypatch)
+    assert title.split()[-4:] == ["most", "expires", "base", "URL"]
+    assert sql.split()[:5] == ["sql", "SERVING,", "canary", "10", "%"]
+    assert ("1,005" in sql, "950 ms" in sql or "949 ms" in sql, sql.endswith(f"{URL}/v1")) == (True, True, True)
+    assert quiet.split()[4:6] == ["0", "-"]
+
+
+@pytest.mark.usefixtures("monitoring")
+def test_80_columns_keep_requests_latency_and_cost_and_whole_urls(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving(deployed, "sql")
+    title, sql, _, url = listed(deployed, 80, monkeypatch)
+    assert max(map(len, (title, sql, url))) <= 80
+    assert {"requests/h", "p95", "expires"} <= set(title.split())
+    assert url == f"sql  {URL}/v1"
+
+
+@pytest.mark.usefixtures("monitoring")
+def test_programs_get_every_count_and_why_there_is_none(deployed: Deployed) -> None:
+    serving(deployed, "sql")
+    serving(deployed, "inside", kind="gke")
+    inside, sql = json.loads(deployed.run("endpoints", "--json").stdout)
+    assert sql["last_hour_problem"] == ""
+    assert sql["last_hour"]["sql-2"] == {"requests": 5, "errors": 5, "latency_ms": pytest.approx(4, abs=1)}
+    assert (inside["last_hour"], sql["last_hour_problem"]) == (None, "")
+    assert "vLLM does (docs/observability.md)" in inside["last_hour_problem"]
+
+
+def test_a_refusal_of_cloud_monitoring_hides_no_endpoint(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONITORING_EMULATOR_HOST", "http://127.0.0.1:9")
+    serving(deployed, "sql")
+    result = deployed.run("endpoints")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1].split()[0] == "sql"
+    assert "the requests of sql are not counted: " in result.stderr

@@ -1,0 +1,337 @@
+"""Messages that change a named endpoint, and what the sweep does for it, by single calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass, Malformed
+from dropforge.cloud.listing import Listed
+from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
+from dropforge.run.artifacts import MANIFEST, model_prefix
+from dropforge.run.events import Request
+from dropforge.run.record import Notice, RunError
+from dropforge.stages.rollout import messages, requests, telling
+from dropforge.stages.rollout.messages import change_endpoint
+from dropforge.stages.rollout.telling import TRIED_FOR, notice_of, tell
+from dropforge.stages.sweep import named
+from dropforge.stages.sweep.named import tend
+
+from .test_rollout import BASE, CANARY, HOUR, LIMIT, NEW, NOW, SETTINGS, Deployment, adapter
+
+OPERATORS, TEAM = "operations", "requests-team"
+SERVICE = f"projects/p/locations/us-central1/services/{names.named_endpoint('e')}"
+SPENT = LIMIT.model_copy(update={"before_usd": -6.0})
+
+
+class Changes(Deployment):
+    """The deployment of test_rollout.py, whose rollouts do not begin, and which keeps its answers."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self.begun: list[str] = []
+        self.deleted: list[str] = []
+        self.answers: list[str] = []
+        self.problem = ""
+        self.live: str | None = None  # the execution of the rollout that lives, though no record names it yet
+        for module in (requests, named):
+            patch.setattr(module, "start_rollout", lambda cloud, endpoint, rollout: self.begun.append(rollout))
+            patch.setattr(module, "find_rollout", lambda cloud, endpoint, rollout, since: self.live)
+        patch.setattr(messages, "answer_refused", self._answer)
+        place: Any = self.platform
+        place.region = lambda _: "us-central1"
+        place.service_name = lambda deployment: "s"
+        place.teardown = lambda cloud, kind, name: self.deleted.append(name)
+
+    def change(self, change: str, arguments: Any, topic: str = OPERATORS, key: str = "k") -> str:
+        """Change the endpoint by a message; why it was refused, or ""."""
+        known = len(self.answers)
+        change_endpoint(self.context, {change: arguments}, Request(topic, key, f"m-{key}"))
+        return "".join(self.answers[known:])
+
+    def serve(self, endpoint: str = "e", run: str = NEW, **about: Any) -> str:
+        return self.change("serve", {"run": run, "endpoint": endpoint, **about})
+
+    def at_rest(self, **changes: Any) -> None:
+        """The endpoint without a rollout."""
+        self.endpoint(**changes)
+        self.context.endpoints.update("e", lambda latest: latest.model_copy(update={"rollouts": []}))
+
+    def tend(self, *listed: Listed) -> str:
+        return tend(self.context, "e", listed, self.now)
+
+    def _answer(self, context: Any, rollout: str, request: Request, text: str, hint: str) -> str:
+        if not self.problem:
+            self.answers.append(text)
+        return self.problem
+
+
+@pytest.fixture
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Changes:
+    return Changes(monkeypatch)
+
+
+def test_a_request_is_carried_out_once_and_started_again_if_its_execution_never_began(deployment: Changes) -> None:
+    deployment.at_rest()
+    assert deployment.serve() == ""
+    asked = [each.id for each in deployment.record.rollouts]
+    deployment.serve()
+    assert [each.id for each in deployment.record.rollouts] == asked == deployment.begun
+    deployment.now += requests.START_WITHIN
+    deployment.live = "e-1"
+    deployment.serve()
+    assert deployment.begun == asked, "its execution waits for its turn"
+    deployment.live = None
+    deployment.serve()
+    assert deployment.begun == asked * 2
+    assert [each.id for each in deployment.record.rollouts] == asked
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        ("serve", {"run": NEW, "endpoint": "e"}),
+        ("rollback", "e"),
+        ("retire", "e"),
+        ("extend", {"endpoint": "e", "ttl": "7d"}),
+        ("budget", {"endpoint": "e", "usd": 5, "per": "day"}),
+    ],
+)
+def test_a_topic_changes_only_its_own_endpoints_and_nothing_changes_a_retired_one(
+    deployment: Changes, change: str, arguments: Any
+) -> None:
+    deployment.at_rest(previous=1)
+    before = deployment.record
+    assert "there is no run" in (refused := deployment.change(change, arguments, TEAM)) or "belongs to" in refused
+    assert deployment.record == before
+    assert deployment.change(change, arguments, OPERATORS) == ""
+    assert deployment.record != before
+    deployment.at_rest(previous=1, retired=NOW)
+    assert "was retired at" in deployment.change(change, arguments, key="again")
+    assert deployment.record.rollouts == []
+
+
+def test_a_topic_serves_only_its_own_runs(deployment: Changes) -> None:
+    deployment.at_rest(source=TEAM)
+    assert "there is no run" in deployment.change("serve", {"run": NEW, "endpoint": "e"}, TEAM)
+    assert deployment.record.rollouts == []
+
+
+def test_only_a_model_that_may_be_served_gets_behind_a_name(deployment: Changes) -> None:
+    deployment.at_rest()
+    wrong = RunError(error_class=ErrorClass.GATE, message="the gate was missed")
+    deployment.context.store.update(NEW, lambda latest: latest.model_copy(update={"error": wrong}))
+    assert "the gate was missed" in deployment.serve()
+    deployment.context.store.update(NEW, lambda latest: latest.model_copy(update={"error": None}))
+    del deployment.storage.objects[model_prefix(NEW) + MANIFEST]
+    assert "has no committed model" in deployment.serve()
+    assert deployment.record.rollouts == []
+
+
+def test_the_url_of_an_endpoint_stays(deployment: Changes) -> None:
+    platform: Any = deployment.platform
+    deployment.at_rest()
+    platform.region = lambda _: "europe-west4"
+    assert "its URL would change" in deployment.serve()
+    platform.region = lambda _: "us-central1"
+    platform.service_name = lambda _: "another"
+    assert "its URL would change" in deployment.serve()
+    assert deployment.record.rollouts == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "about", "why"),
+    [
+        ("No Name", {}, "is not the name of an endpoint"),
+        ("e", {"canary": {"percent": 0, "for": "1h"}}, "canary/percent"),
+    ],
+)
+def test_what_no_message_may_ask_for_is_answered(
+    deployment: Changes, endpoint: str, about: dict[str, Any], why: str
+) -> None:
+    deployment.at_rest()
+    assert why in deployment.serve(endpoint, **about)
+    assert deployment.record.rollouts == []
+
+
+def test_a_refusal_that_nobody_heard_is_delivered_again(deployment: Changes) -> None:
+    deployment.problem = "the topic does not answer"
+    with pytest.raises(CloudError, match="the topic does not answer"):
+        deployment.change("retire", "none-of-that-name")
+
+
+def test_without_the_workflow_of_rollouts_a_change_is_refused(deployment: Changes) -> None:
+    deployment.at_rest()
+    settings = replace(SETTINGS, rollout_workflow="")
+    deployment.context = replace(deployment.context, cloud=replace(deployment.context.cloud, settings=settings))
+    assert "no workflow for rollouts" in deployment.serve()
+    assert deployment.record.rollouts == []
+
+
+def test_a_shared_endpoint_has_no_canary(deployment: Changes) -> None:
+    deployment.commit(NEW, share=True)
+    deployment.at_rest()
+    assert "a shared endpoint has no canary" in deployment.serve(canary={"percent": 5, "for": "1h"})
+
+
+def test_a_rollback_needs_a_model_before_and_money_and_ends_a_canary(deployment: Changes) -> None:
+    deployment.at_rest()
+    assert "has no model before the present one" in deployment.change("rollback", "e")
+    deployment.at_rest(previous=1, budget=SPENT)
+    assert "has spent its budget" in deployment.change("rollback", "e")
+    deployment.endpoint("WATCHING", previous=1, r_canary=CANARY.model_dump(), r_watched=NOW)
+    assert deployment.change("rollback", "e") == ""
+    canary, asked = deployment.record.rollouts
+    assert (canary.state, asked.ends, deployment.record.back(asked)) == (RolloutState.UNDOING, "r", 1)
+
+
+def test_a_budget_needs_prices_and_resumes_only_what_it_can_pay(deployment: Changes) -> None:
+    deployment.at_rest(budget=SPENT, suspended=NOW)
+    assert deployment.change("budget", {"endpoint": "e", "usd": 6, "per": "day"}, key="1") == ""
+    assert deployment.record.rollouts == []
+    assert deployment.change("budget", {"endpoint": "e", "usd": 7, "per": "day"}, key="2") == ""
+    assert [each.kind for each in deployment.record.rollouts] == ["resume"]
+    deployment.endpoint(kind="suspend", budget=SPENT)  # it waits, and is not done
+    assert deployment.change("budget", {"endpoint": "e", "usd": 7, "per": "day"}, key="3") == ""
+    assert [each.kind for each in deployment.record.rollouts] == ["suspend", "resume"]
+    unpriced = deployment.record.revision(1).model_copy(update={"usd_per_hour": None})
+    deployment.at_rest()
+    deployment.context.endpoints.update("e", lambda latest: latest.with_revision(1, lambda _: unpriced))
+    refused = deployment.change("budget", {"endpoint": "e", "usd": 5, "per": "day"}, key="4")
+    assert "a price is unknown" in refused
+
+
+def test_a_suspended_endpoint_gets_no_model_until_it_is_resumed(deployment: Changes) -> None:
+    deployment.at_rest(suspended=NOW, budget=LIMIT)
+    assert "is suspended" in deployment.serve()
+
+
+def test_a_suspension_ends_the_rollout_under_way_and_leaves_an_endpoint_with_money(deployment: Changes) -> None:
+    deployment.endpoint("CHECKING", budget=SPENT)
+    before = deployment.record
+    requests.suspend(deployment.context, before, "s-1", "the sweep")
+    requests.suspend(deployment.context, before, "s-2", "the sweep")
+    assert [(each.id, each.state) for each in deployment.record.rollouts] == [("r", "UNDOING"), ("s-1", "QUEUED")]
+    deployment.at_rest(budget=LIMIT)  # somebody has raised it since the sweep has looked
+    requests.suspend(deployment.context, before, "s-3", "the sweep")
+    assert deployment.record.rollouts == []
+
+
+def test_the_sweep_suspends_warns_and_resumes(deployment: Changes, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(named, "warn_of_budget", lambda context, record: warned.append(record.name))
+    deployment.at_rest(budget=LIMIT.model_copy(update={"before_usd": -4.5}))
+    assert deployment.tend() == ""
+    assert warned == ["e"]
+    deployment.at_rest(budget=SPENT)
+    deployment.tend()
+    assert [each.kind for each in deployment.record.rollouts] == ["suspend"]
+    deployment.at_rest(budget=SPENT, suspended=NOW)
+    deployment.tend()
+    assert deployment.record.rollouts == []
+    deployment.now += timedelta(days=1)
+    deployment.tend()
+    assert [each.kind for each in deployment.record.rollouts] == ["resume"]
+    deployment.at_rest(budget=SPENT, suspended=NOW, expires=deployment.now)
+    deployment.tend()
+    assert [each.kind for each in deployment.record.rollouts] == ["retire"]
+    assert len(warned) == 1
+
+
+def test_the_sweep_gives_a_rollout_another_execution_only_if_its_own_has_ended(
+    deployment: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named, "live_executions", lambda cloud, workflow: {"e-1"} if "rollout" in workflow else set())
+    deployment.endpoint()
+    assert deployment.tend() == "", "its first execution begins"
+    deployment.endpoint("CHECKING", r_execution="e-1")
+    assert deployment.tend() == ""
+    assert deployment.begun == []
+    deployment.endpoint("CHECKING", r_execution="e-0")
+    deployment.live = "e-2"
+    assert deployment.tend() == ""
+    assert deployment.begun == [], "its next execution waits for its turn"
+    deployment.endpoint("CHECKING", r_execution="e-0")
+    deployment.live = None
+    assert deployment.tend() == "r"
+    assert (deployment.rollout.execution, deployment.rollout.superseded) == (None, ["e-0"])
+    assert deployment.begun == ["r"]
+
+
+def test_a_suspended_endpoint_loses_no_model(deployment: Changes) -> None:
+    """Its other models would need a new revision with instances: the removal would be refused, and the sweep fail."""
+    deployment.at_rest(suspended=NOW, budget=SPENT, base=BASE)
+    served = [adapter("a", expires=NOW), adapter("b")]
+    deployment.context.endpoints.update(
+        "e", lambda r: r.with_revision(1, lambda each: each.model_copy(update={"adapters": served}))
+    )
+    assert deployment.tend() == ""
+
+
+def test_the_sweep_deletes_only_an_old_service_with_the_name_of_the_endpoint(deployment: Changes) -> None:
+    def service(name: str, age: timedelta) -> Listed:
+        return Listed("run.googleapis.com/Service", name, {}, NOW - age)
+
+    assert deployment.tend(service(SERVICE, timedelta(seconds=10))) == ""
+    assert deployment.deleted == []
+    with pytest.raises(CloudError, match="its label says endpoint e, its name does not"):
+        deployment.tend(service(f"{SERVICE}-other", HOUR))
+    assert deployment.deleted == []
+    deployment.tend(service(SERVICE, HOUR))
+    assert deployment.deleted == [SERVICE]
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_notice_is_sent_until_somebody_hears_it_or_for_two_minutes(
+    deployment: Changes, monkeypatch: pytest.MonkeyPatch, is_heard: bool
+) -> None:
+    heard: list[Notice] = []
+
+    def warn(context: Any, record: Any, spec: Any, notice: Notice) -> Any:
+        heard.append(notice)
+        return SimpleNamespace(notices=[notice.key] if is_heard else [])
+
+    monkeypatch.setattr(telling, "warn", warn)
+    deployment.endpoint("PROMOTED", r_ended=NOW)
+    record, rollout = deployment.record, deployment.rollout
+    assert tell(deployment.context, record, rollout) is is_heard
+    deployment.now += TRIED_FOR + timedelta(seconds=1)
+    assert tell(deployment.context, record, rollout)
+    deployment.at_rest(budget=LIMIT.model_copy(update={"before_usd": -4.5}))
+    telling.warn_of_budget(deployment.context, deployment.record)
+    budget = deployment.record.budget
+    assert budget is not None
+    assert budget.warned is is_heard
+    assert heard[0] == notice_of(record, rollout)
+
+
+def test_the_record_of_another_endpoint_is_not_believed(deployment: Changes) -> None:
+    deployment.at_rest()
+    deployment.storage.objects[names.endpoint_object("f")] = deployment.storage.objects[names.endpoint_object("e")]
+    with pytest.raises(Malformed, match="is the record of endpoint 'e'"):
+        deployment.context.endpoints.record("f")
+
+
+def test_a_model_that_fits_no_endpoint_leaves_no_record(deployment: Changes) -> None:
+    deployment.commit(NEW, sealed=True, share=True)
+    assert "is the name of the endpoint" in deployment.serve("model")
+    assert deployment.context.endpoints.find("model") is None
+
+
+def test_a_change_of_a_record_is_made_again_after_a_lost_race(deployment: Changes) -> None:
+    deployment.at_rest()
+    tries: list[EndpointRecord] = []
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        if not tries:
+            tries.append(latest)
+            deployment.context.endpoints.update("e", lambda r: r.with_expiry(NOW))
+        return latest.with_rollout(Rollout(id="x", kind="retire", who="me", requested=NOW))
+
+    found = deployment.context.endpoints.update("e", change)
+    assert (found.expires, [each.id for each in found.rollouts]) == (NOW, ["x"])
