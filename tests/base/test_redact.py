@@ -132,6 +132,10 @@ def cost(items: list[Any]) -> int:
     if not items:
         return 1
     (kind, value), rest = items[0], items[1:]
+    if str(kind) == "ATOMIC_GROUP":
+        [(kind, value)] = value
+        assert str(kind) == "MAX_REPEAT", "only (?>x*) is as x*+"
+        kind = "POSSESSIVE_REPEAT"
     if str(kind) == "SUBPATTERN":
         return max(cost([*branch, *rest]) for branch in branches(value[-1]))
     if str(kind) not in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):

@@ -19,7 +19,8 @@ FORMATS = {
     # All lines of the key. If its end was cut off: up to the last character of a line of base64.
     "private key": (
         rf"-----BEGIN{_SPACE}(?:[A-Z0-9]{{1,20}}{_SPACE}){{0,3}}PRIVATE{_SPACE}KEY(?:{_SPACE}BLOCK)?-----"
-        rf"(?:[A-Za-z0-9+/=\\:,.%\s]|-(?!----))*+(?:-----END{_SPACE}[A-Z0-9 +%]{{1,60}}-----)?"
+        # (?>x*) is x*+, which Python 3.11.2 (Debian 12) gets wrong if x can fail after its first character.
+        rf"(?>(?:[A-Za-z0-9+/=\\:,.%\s]|-(?!----))*)(?:-----END{_SPACE}[A-Z0-9 +%]{{1,60}}-----)?"
     ),
     "JSON web token": rf"{_WORD}eyJ[A-Za-z0-9_-]{{8,1024}}+\.eyJ[A-Za-z0-9_-]{{8,}}+(?:\.[A-Za-z0-9_-]*+)?",
     "password of a URL": r"(?:(?<=://)|(?<=:\\/\\/))[^\s/?#:@\"'<>\\]{0,128}+:[^\s/?#\"'<>\\]{1,256}(?=@)",
