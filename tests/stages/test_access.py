@@ -115,6 +115,8 @@ SOURCE = "src-0123456789ab"  # the run whose model the spec names
         (f"models/{SOURCE}/a", {READ}, set()),
         (f"models/{OTHER}/a", set(), set()),
         (f"machines/{OTHER}/x", set(), set()),
+        (f"caches/{RUN}/a.zip", set(), {READ, WRITE}),
+        (f"caches/{OTHER}/a.zip", set(), set()),
         (names.record_object(OTHER), set(), set()),
         (names.endpoint_object("e"), set(), set()),
     ],
