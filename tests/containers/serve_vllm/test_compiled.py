@@ -265,10 +265,17 @@ def health() -> Iterator[Health]:
 
 def test_what_vllm_compiles_on_a_gpu_is_kept_once_it_answers(cloud: Any, kept: Kept, health: Health) -> None:
     """The process beside vLLM; this test is vLLM."""
-    command = [sys.executable, "-m", "containers.serve_vllm.compiled", Start(0.0).to_json(), str(health.server_port)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "containers.serve_vllm.compiled",
+        Start(0.0).to_json(),
+        str(health.server_port),
+    ]
     process = subprocess.Popen(
         [*command, kept.bucket, RUN, kept.name, str(kept.directory)],
-        env={**os.environ, **cloud.environment()},
+        env={**os.environ, **cloud.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"},
         stderr=subprocess.PIPE,
         text=True,
     )
