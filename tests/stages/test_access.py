@@ -132,6 +132,14 @@ def test_what_the_containers_of_a_run_may_do(name: str, trainer: set[str], serve
         assert {each for each in (READ, WRITE) if rules.allows(each, resource)} == allowed
 
 
+def test_no_container_replaces_compiled_code() -> None:
+    """The grants of the function's account do not allow it either (terraform/permissions.yaml)."""
+    archive, spec = Resource(f"projects/_/buckets/runs/objects/caches/{RUN}/a.zip"), JobSpec.model_validate(document())
+    for is_trainer in (True, False):
+        rules = Boundary(boundary("runs", RUN, spec, is_trainer=is_trainer))
+        assert not rules.allows("storage.objects.delete", archive)
+
+
 def test_a_source_with_a_quote_opens_nothing() -> None:
     """It would end the text of the condition, and begin another term."""
     spec = JobSpec.model_validate(document())
