@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 
 from dropforge.base.errors import DropforgeError
@@ -323,12 +324,11 @@ async def watch(
             if ended in done:
                 log(f"the engine ended with {process.returncode}", stage="serve", severity="ERROR")
                 return ENGINE_FAILED
-            if probe not in done:
-                continue
             if error := probe.exception():
                 log(f"the engine does not work: {error}", stage="serve", severity="ERROR")
                 return ENGINE_FAILED
-            waiting.add(asyncio.create_task(asyncio.to_thread(tell_start, settings, starting, client, kept)))
+            # A daemon, because the end of this process does not wait for the bucket.
+            Thread(target=tell_start, args=(settings, starting, client, kept), daemon=True).start()
     finally:
         for task in waiting:
             task.cancel()
