@@ -41,6 +41,17 @@ resource "google_storage_bucket" "runs" {
     }
   }
 
+  # What servers compiled. The next start of a server compiles again and keeps it again.
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+    condition {
+      age            = 30
+      matches_prefix = ["caches/"]
+    }
+  }
+
   lifecycle_rule {
     action {
       type = "AbortIncompleteMultipartUpload"

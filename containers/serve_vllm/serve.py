@@ -4,8 +4,9 @@
     python -m containers.serve_vllm.serve
 
 DROPFORGE_ADAPTERS names adapters of other runs (adapters.py). On a GPU or TPU this process becomes `vllm serve`. On a
-GPU, vLLM reads the weights with the token of the run, from another process (bucket_tokens.py). On a CPU, this process
-starts an engine on an inner port behind the gate (gate.py).
+GPU, vLLM reads the weights with the token of the run, from another process (bucket_tokens.py), and what it compiles is
+kept for the next start (compiled.py). On a CPU, this process starts an engine on an inner port behind the gate
+(gate.py).
 Exit codes: 64 for wrong settings and for a model that the image cannot serve, 66 if no model is committed, 70 if the
 engine fails.
 """
@@ -15,16 +16,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NoReturn
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
@@ -35,6 +38,7 @@ from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest
 from dropforge.run.proof import VARIABLE as RUN_KEY
 
+from . import compiled
 from .adapters import VARIABLE as ADAPTERS
 from .adapters import Loaded
 from .adapters import download as download_each
@@ -48,6 +52,7 @@ from .engine import (
     Settings,
     choose,
     choose_parsers,
+    compile_arguments,
     engine_environment,
     has_gpu,
     has_tpu,
@@ -86,6 +91,7 @@ def main() -> int:
 
 def serve(settings: Settings, engine: EngineName, began: float) -> int:
     """Become the engine, or run it behind the gate; returns the exit code. Raises DropforgeError without a model."""
+    start = compiled.Start(began)
     run_key = os.environ.pop(RUN_KEY, "")
     clients = Clients(dict(os.environ))
     for name in (ACCESS, ADAPTERS):  # the engine, which runs the model's code, needs neither the key nor the access
@@ -94,6 +100,7 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     client = clients.storage()
     manifest = find_model(client, settings.model_uri, run_key)
     model = f"{settings.model_uri}/{manifest.serve_path}"
+    start.done("check of the model")
     log("starting", stage="serve", model=model, engine=engine)
     if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
         log(problem, stage="serve", severity="ERROR")
@@ -104,20 +111,76 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
     parsers = NO_PARSERS if engine == "transformers" else find_parsers(client, model)
     if engine == "vllm":
         loaded = download_adapters(clients, settings, Path(tempfile.mkdtemp(prefix="dropforge-")))
-        command = vllm_argv(settings, model, parsers, loaded)
-        kept = {name: value for name, value in clients.environment.items() if name != ADAPTERS}
-        lent = lend(kept) if clients.run_credentials() else {}
-        os.execvpe(command[0], command, {**os.environ, **lent})
+        start.done("adapters")
+        become_vllm(clients, settings, manifest.run, model, parsers, loaded, start)
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
         download(client, settings, manifest, work / "model")
+        start.done("weights")
+        bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+        compiled.watch(start, settings.port, bucket, manifest.run, None, clients.environment)
         command = vllm_tpu_argv(settings, str(work / "model"), parsers)
         os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
-    with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
-        directory = Path(name)
+    with working_directory(settings, engine) as directory:
         download(client, settings, manifest, directory / "model")
         loaded = download_adapters(clients, settings, directory / "adapters")
-        return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, loaded, began))
+        start.done("weights")
+        kept = None
+        if engine == "vllm-cpu" and settings.compiles_on_cpu:
+            arguments = compile_arguments(settings, engine, loaded)
+            kept = fetch_compiled(client, settings, manifest.run, model, arguments, directory / "compiled")
+            start.done("compiled code")
+        return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, loaded, start, client, kept))
+
+
+def become_vllm(
+    clients: Clients,
+    settings: Settings,
+    run: str,
+    model: str,
+    parsers: Parsers,
+    loaded: Sequence[Loaded],
+    start: compiled.Start,
+) -> NoReturn:
+    """Become `vllm serve` on GPUs, beside processes that lend it the run's token and keep what it compiles."""
+    command = vllm_argv(settings, model, parsers, loaded)
+    environment = {name: value for name, value in clients.environment.items() if name != ADAPTERS}
+    compiling: dict[str, str] = {}
+    kept = None
+    if settings.compile_cache:
+        directory, arguments = settings.compile_cache / "compiled", compile_arguments(settings, "vllm", loaded)
+        kept = fetch_compiled(clients.storage(), settings, run, model, arguments, directory)
+        compiling = compiled.environment(directory)
+        start.done("compiled code")
+    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    compiled.watch(start, settings.port, bucket, run, kept, environment)
+    lent = lend(environment) if clients.run_credentials() else {}
+    os.execvpe(command[0], command, {**os.environ, **lent, **compiling})
+
+
+def fetch_compiled(
+    client: Any, settings: Settings, run: str, model: str, arguments: list[str], directory: Path
+) -> compiled.Kept | None:
+    """Get what a server of the run has compiled before; what this start must keep, None if there is nothing to keep."""
+    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    try:
+        kept = compiled.kept(bucket, run, directory, vllm_python(), arguments, read_config(client, model))
+    except compiled.Unfit as error:
+        log(f"compiled code is not kept: {error}", stage="serve", severity="WARNING")
+        return None
+    return None if compiled.fetch(client, kept) else kept
+
+
+@contextmanager
+def working_directory(settings: Settings, engine: EngineName) -> Iterator[Path]:
+    """Where the model's files and the engine's are: at the same path at each start, if compiled code is kept."""
+    if engine == "vllm-cpu" and settings.compiles_on_cpu and settings.compile_cache:
+        settings.compile_cache.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(settings.compile_cache / "model", ignore_errors=True)
+        yield settings.compile_cache
+    else:
+        with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
+            yield Path(name)
 
 
 def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
@@ -171,11 +234,14 @@ async def serve_behind_gate(
     directory: Path,
     parsers: Parsers,
     loaded: Sequence[Loaded],
-    began: float,
+    starting: compiled.Start,
+    client: Any = None,
+    kept: compiled.Kept | None = None,
 ) -> int:
     """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code.
 
-    Whatever stops the start (a file of the model, the port, the engine's program) is logged.
+    `kept` is where the compiled code goes once the engine is ready; None: nowhere. Whatever stops the start (a file of
+    the model, the port, the engine's program) is logged.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,7 +249,7 @@ async def serve_behind_gate(
     try:
         async with AsyncExitStack() as ending:
             gate, process = await start(settings, engine, directory, parsers, loaded, ending)
-            return await watch(gate, process, stop, began)
+            return await watch(gate, process, stop, starting, settings, client, kept)
     except Exception as error:  # noqa: BLE001  (any error ends the container)
         log(f"the endpoint failed: {type(error).__name__}: {error}", stage="serve", severity="ERROR")
         return ENGINE_FAILED
@@ -236,7 +302,15 @@ def answer_greedily(directory: Path) -> None:
         path.write_text(json.dumps(without_sampling(json.loads(path.read_text()))))
 
 
-async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event, began: float) -> int:
+async def watch(
+    gate: Any,
+    process: subprocess.Popen[bytes],
+    stop: asyncio.Event,
+    starting: compiled.Start,
+    settings: Settings,
+    client: Any,
+    kept: compiled.Kept | None,
+) -> int:
     """Returns 0 when `stop` is set, ENGINE_FAILED when the engine ends or its first completion fails."""
     probe = asyncio.create_task(gate.probe())
     stopped = asyncio.create_task(stop.wait())
@@ -253,10 +327,19 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
             if error := probe.exception():
                 log(f"the engine does not work: {error}", stage="serve", severity="ERROR")
                 return ENGINE_FAILED
-            log("ready", stage="serve", seconds=round(time.monotonic() - began, 2))
+            # A daemon, because the end of this process does not wait for the bucket.
+            Thread(target=tell_start, args=(settings, starting, client, kept), daemon=True).start()
     finally:
         for task in waiting:
             task.cancel()
+
+
+def tell_start(settings: Settings, starting: compiled.Start, client: Any, kept: compiled.Kept | None) -> None:
+    """Tell the parts of the start, then keep what the engine has compiled."""
+    bucket, prefix = artifacts.parse_gs_uri(settings.model_uri)
+    starting.ready(client, bucket, prefix.split("/")[1])
+    if kept:
+        compiled.keep(client, kept)
 
 
 def start_engine(
@@ -275,7 +358,8 @@ def start_engine(
         python = vllm_python()
         assert python is not None, "`choose` names an engine that is installed"
         command = vllm_cpu_argv(python, settings, model, port, parsers, loaded)
-    environment = {**os.environ, **engine_environment(directory)}
+    compiles = engine == "vllm-cpu" and settings.compiles_on_cpu
+    environment = {**os.environ, **engine_environment(directory, compiles=compiles)}
     environment.pop(KEY, None)  # the gate checks it
     return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent())
 

@@ -89,6 +89,7 @@ BELOW = {
     "endpoint_objects": re.compile(r"endpoints/"),
     "key_objects": re.compile(r"keys/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
+    "cache_objects": re.compile(r"caches/"),
     "lent_objects": re.compile(r"(checkpoints|models|machines)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}

@@ -432,6 +432,8 @@ def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     (lent,) = conditions["dropforge_access_lent_objects"]
     places = [f"{runs}/{prefix}/" for prefix in ("checkpoints", "models", "machines")]
     assert re.findall(r'startsWith\("([^"]*)"\)', lent["expression"]) == places
+    (cache,) = conditions["dropforge_access_cache_objects"]
+    assert cache["expression"] == f'resource.name.startsWith("{runs}/caches/")'
 
 
 def test_the_console_reads_its_settings_and_scales_to_zero(applied: Applied) -> None:
@@ -500,7 +502,12 @@ CONTROL_PLANE = (
     f"runs/machines/{RUN}",
     f"runs/x/objects/machines/{RUN}",
 )
-OF_CONTAINERS = (f"machines/{RUN}/attempt-1/status.json", f"models/{RUN}/MANIFEST.json", f"checkpoints/{RUN}/step-1/x")
+OF_CONTAINERS = (
+    f"machines/{RUN}/attempt-1/status.json",
+    f"models/{RUN}/MANIFEST.json",
+    f"checkpoints/{RUN}/step-1/x",
+    f"caches/{RUN}/x.zip",
+)
 
 
 def test_no_container_may_write_what_the_control_plane_reads_as_its_own(applied: Applied) -> None:
@@ -522,7 +529,10 @@ def test_no_container_may_write_what_the_control_plane_reads_as_its_own(applied:
         for b in applied["google_storage_bucket_iam_member"]
         if b["member"] == lender and not b["role"].endswith("_runs_bucket")
     ]
-    assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {"dropforge_access_lent_objects"}
+    assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {
+        "dropforge_access_lent_objects",
+        "dropforge_access_cache_objects",
+    }
     writable = {name for name in (*CONTROL_PLANE, *OF_CONTAINERS) if any(_allows(b, name) for b in bindings)}
     assert writable == set(OF_CONTAINERS)
 
@@ -649,6 +659,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
                 "endpoint_objects",
                 "event_objects",
                 "lent_objects",
+                "cache_objects",
             )
         },
         "specs_bucket": [stack.SPECS_BUCKET],

@@ -1,4 +1,7 @@
-"""A hostile server on every endpoint, such as a model with code of its own, reads its run's model and nothing else."""
+"""A hostile server on every endpoint, such as a model with code of its own, stays within its run.
+
+It reads the run's model and compiled code, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # of the container, with the token that vLLM's streamer gets, and with what it finds in the container's other process.
 # It prints for each try "done", or the name of the error.
 HOSTILE = """
-import json, os
+import json, os, uuid
 import google.auth
 import psutil
 from google.auth.credentials import AnonymousCredentials
@@ -35,7 +38,7 @@ from dropforge.cloud.clients import Clients
 other, specs = os.environ["VICTIM"], os.environ["SPECS_BUCKET"]
 bucket, run = os.environ["DROPFORGE_MODEL_URI"].removeprefix("gs://").split("/models/")
 assert not {"DROPFORGE_ACCESS_REQUEST", "DROPFORGE_RUN_KEY"} & set(os.environ)
-(lender,) = psutil.Process().children()
+(lender,) = (child for child in psutil.Process().children() if "bucket_tokens" in str(child.cmdline()))
 assert "DROPFORGE_RUN_KEY" not in lender.environ()
 request = json.loads(lender.environ()["DROPFORGE_ACCESS_REQUEST"])
 of_another = Clients({**lender.environ(), "DROPFORGE_ACCESS_REQUEST": json.dumps({**request, "run": other})})
@@ -59,15 +62,17 @@ def reads(client, name):
 
 tried = {"ask for another run's token": outcome(of_another.run_token)}
 for who, client in (("account", account), ("token", token)):
-    for name in (*(f"{place}/{{}}/x" for place in ("models", "checkpoints", "machines", "runs")), "keys/{}"):
+    for name in (*(f"{place}/{{}}/x" for place in ("models", "checkpoints", "machines", "runs", "caches")), "keys/{}"):
         for whose, id in (("own", run), ("other", other)):
             tried[f"{who} reads {whose} {name.partition('/')[0]}"] = outcome(reads(client, name.format(id)))
     for prefix in ("", "models/", f"models/{other}/", "runs/", f"models/{run}/"):
         listed = outcome(lambda: list(client.list_blobs(bucket, prefix=prefix, retry=None)))
         tried[f"{who} lists {prefix.replace(run, 'own').replace(other, 'other')}"] = listed
     for whose, id in (("own", run), ("other", other)):
-        blob = client.bucket(bucket).blob(f"models/{id}/y")
-        tried[f"{who} writes {whose} models"] = outcome(lambda: blob.upload_from_string("y", retry=None))
+        for place in ("models", "caches"):
+            for done, leaf in (("writes", uuid.uuid4().hex), ("replaces", "x")):
+                blob = client.bucket(bucket).blob(f"{place}/{id}/{leaf}")
+                tried[f"{who} {done} {whose} {place}"] = outcome(lambda: blob.upload_from_string("y", retry=None))
     tried[f"{who} looks at the bucket"] = outcome(lambda: client.get_bucket(bucket, retry=None))
     tried[f"{who} reads the specs bucket"] = outcome(lambda: list(client.list_blobs(specs, retry=None)))
 print(json.dumps(tried))
@@ -78,14 +83,23 @@ from containers.serve_vllm.serve import serve
 serve(Settings.from_environment(), "vllm", 0.0)
 """
 # vLLM's streamer looks at the bucket before it lists the model's files. A server of its own machine writes its status.
-ALLOWED = {"token looks at the bucket", "token lists models/own/", "token reads own models", "token reads own machines"}
+# A server may leave compiled code to the next server of its run, but not replace what an earlier one has left.
+ALLOWED = {
+    "token looks at the bucket",
+    "token lists models/own/",
+    "token reads own models",
+    "token reads own machines",
+    "token reads own caches",
+    "token writes own caches",
+}
 # The machine that trained keeps the token of the trainer, for the objects of the same run.
-TRAINED = ALLOWED - {"token looks at the bucket"} | {
+TRAINED = ALLOWED - {"token looks at the bucket", "token reads own caches", "token writes own caches"} | {
     "token reads own checkpoints",
     "token reads own runs",
     "token writes own models",
+    "token replaces own models",
 }
-PLACES = ("models/{}/x", "checkpoints/{}/x", "machines/{}/x", "runs/{}/x", "keys/{}")
+PLACES = ("models/{}/x", "checkpoints/{}/x", "machines/{}/x", "runs/{}/x", "caches/{}/x", "keys/{}")
 ON_CLOUD_RUN = {"type": "cloud_run", **PARTS["cloud_run"]}
 ON_TPU_VM = {"type": "tpu_vm", **PARTS["tpu_vm"]}
 CASES = {
@@ -123,7 +137,7 @@ def objects_of(user: User, run: str) -> Iterator[None]:
         blob.upload_from_string("secret")
     yield
     for blob in made:
-        blob.delete()
+        bucket.blob(blob.name).delete()  # of any generation: a trainer may have replaced it
 
 
 def attack(user: User, run: str, other: str, directory: Path) -> dict[str, str]:

@@ -115,6 +115,8 @@ SOURCE = "src-0123456789ab"  # the run whose model the spec names
         (f"models/{SOURCE}/a", {READ}, set()),
         (f"models/{OTHER}/a", set(), set()),
         (f"machines/{OTHER}/x", set(), set()),
+        (f"caches/{RUN}/a.zip", set(), {READ, WRITE}),
+        (f"caches/{OTHER}/a.zip", set(), set()),
         (names.record_object(OTHER), set(), set()),
         (names.endpoint_object("e"), set(), set()),
     ],
@@ -128,6 +130,14 @@ def test_what_the_containers_of_a_run_may_do(name: str, trainer: set[str], serve
     for is_trainer, allowed in ((True, trainer), (False, server)):
         rules = Boundary(boundary("runs", RUN, spec, is_trainer=is_trainer))
         assert {each for each in (READ, WRITE) if rules.allows(each, resource)} == allowed
+
+
+def test_no_container_replaces_compiled_code() -> None:
+    """The grants of the function's account do not allow it either (terraform/permissions.yaml)."""
+    archive, spec = Resource(f"projects/_/buckets/runs/objects/caches/{RUN}/a.zip"), JobSpec.model_validate(document())
+    for is_trainer in (True, False):
+        rules = Boundary(boundary("runs", RUN, spec, is_trainer=is_trainer))
+        assert not rules.allows("storage.objects.delete", archive)
 
 
 def test_a_source_with_a_quote_opens_nothing() -> None:

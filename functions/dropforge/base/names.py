@@ -29,6 +29,8 @@ OPEN_PREFIX = "runs/open/"
 ENDPOINTS_PREFIX = "endpoints/"
 # Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
 MACHINES_PREFIX = "machines/"
+# Servers create objects below this prefix, and nobody replaces them (containers/serve_vllm/compiled.py).
+CACHES_PREFIX = "caches/"
 # Only functions read and write below this prefix.
 KEYS_PREFIX = "keys/"
 
@@ -217,6 +219,15 @@ def machine_object(run: str, attempt: int, name: str) -> str:
 def server_object(run: str, name: str) -> str:
     """The same for a serving TPU VM; its status.json exists only after a failure."""
     return f"{MACHINES_PREFIX}{run}/serve/{name}"
+
+
+def cache_prefix(run: str) -> str:
+    """What servers of a run have compiled."""
+    return f"{CACHES_PREFIX}{run}/"
+
+
+def cache_object(run: str, key: str) -> str:
+    return f"{cache_prefix(run)}{key}.zip"
 
 
 def events_prefix(run: str, attempt: int | None = None) -> str:

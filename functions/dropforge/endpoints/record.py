@@ -80,8 +80,8 @@ class Revision(Stored):
 
     `revision` is the platform's own name, known once it runs. `digest` is the SHA-256 of the model's manifest. `who` is
     the source of the request. `adapters` are what a shared endpoint serves; `run` is then one of their runs, whose base
-    all of them have. `paid_since` is when its instances may have begun to cost money, while they may;
-    `spent_usd` is the most that they have cost before.
+    all of them have. `start` has the seconds of each part of its server's start (run/starts.py). `paid_since` is when
+    its instances may have begun to cost money, while they may; `spent_usd` is the most that they have cost before.
     """
 
     number: int
@@ -97,6 +97,7 @@ class Revision(Stored):
     paid_since: datetime | None = None
     spent_usd: float = 0.0
     adapters: list[Adapter] = []
+    start: dict[str, float] = {}
 
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of that name."""

@@ -23,6 +23,7 @@ from .prices import HourlyPrice
 from .training import Launch, Waits, access_variables, key_variable
 
 KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
+COMPILE_CACHE = "dropforge-compiled"  # below the temporary directory, which is the same in every container
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
 
 
@@ -150,6 +151,12 @@ def adapters_variable(adapters: tuple[Served, ...]) -> dict[str, str]:
         for adapter in adapters
     ]
     return {"DROPFORGE_ADAPTERS": json.dumps(documents)}
+
+
+def compile_variables(image: str) -> list[dict[str, str]]:
+    """The variables by which a server on GPUs keeps what it compiles (containers/serve_vllm/compiled.py)."""
+    values = {"DROPFORGE_COMPILE_CACHE": COMPILE_CACHE, "DROPFORGE_IMAGE": image}
+    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:

@@ -130,7 +130,7 @@ class Attempt(Stored):
 
 
 class Endpoint(Stored):
-    """The served model."""
+    """The served model. `start` has the seconds of each part of its server's start (run/starts.py)."""
 
     url: str
     model: str
@@ -140,6 +140,7 @@ class Endpoint(Stored):
     expires: datetime
     limit: Literal["ttl", "max_cost_usd"] = "ttl"  # the limit that decides the expiry
     ended: datetime | None = None
+    start: dict[str, float] = {}
 
     @property
     def base_url(self) -> str:

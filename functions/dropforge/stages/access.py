@@ -24,6 +24,7 @@ from .answers import Granted
 
 # Upper bounds: the grants of this function's account (terraform/permissions.yaml) are smaller.
 _WRITE, _READ = "inRole:roles/storage.objectUser", "inRole:roles/storage.objectViewer"
+_CREATE = "inRole:roles/storage.objectCreator"  # not to replace: a replacement is also a delete
 _LOOK = "inRole:roles/storage.bucketViewer"  # the account has only its permission storage.buckets.get
 _LISTED = "api.getAttribute('storage.googleapis.com/objectListPrefix','')"
 
@@ -51,11 +52,12 @@ def boundary(bucket: str, run: str, spec: JobSpec, *, is_trainer: bool) -> dict[
 
     A training container writes the run's checkpoints, model and machine files, and reads its record and spec, and the
     models of other runs that its spec names. A server reads the model. A server on its own machine also writes the
-    machine files.
+    machine files. A server creates and reads what the servers of this run have compiled: that is code, so no other
+    container reaches it, and no server replaces it.
 
     The service takes 10 rules, and 2,048 characters in an expression
     (https://cloud.google.com/iam/docs/reference/sts/rest/v1/AccessBoundary, 2026-11-26). No spec needs more: there are
-    three rules at most, and the longest names of three sources make an expression of 1,640 characters.
+    four rules at most, and the longest names of three sources make an expression of 1,640 characters.
     """
     machine, model, checkpoints = f"{names.MACHINES_PREFIX}{run}/", model_prefix(run), checkpoint_prefix(run)
     kept, sources = names.run_prefix(run), sorted(set(_sources(bucket, spec)))
@@ -63,7 +65,9 @@ def boundary(bucket: str, run: str, spec: JobSpec, *, is_trainer: bool) -> dict[
         writes = _rule(bucket, _WRITE, [machine, model, checkpoints], [model, checkpoints])
         rules = [writes, _rule(bucket, _READ, [kept, *sources], sources)]
     else:
-        rules = [_rule(bucket, _WRITE, [machine], []), _rule(bucket, _READ, [model], [model]), _look(bucket)]
+        compiled = names.cache_prefix(run)
+        reads = _rule(bucket, _READ, [model, compiled], [model, compiled])
+        rules = [_rule(bucket, _WRITE, [machine], []), reads, _rule(bucket, _CREATE, [compiled], []), _look(bucket)]
     return {"accessBoundary": {"accessBoundaryRules": rules}}
 
 

@@ -12,6 +12,7 @@ from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, se
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.record import Endpoint, Record, ResourceState, RunError, RunState
+from dropforge.run.starts import read_start
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
@@ -135,6 +136,8 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _too_late(spec, expires)
     service, region = resources[0].name, server.region(deployment)
     endpoint = _endpoint(spec, url, service, region, began, ready, expires, paid_until)
+    start = read_start(context.cloud.clients.storage(), context.settings.runs_bucket, record.run)
+    endpoint = endpoint.model_copy(update={"start": start})
     return _ready(context, record, endpoint, [resource.name for resource in resources])
 
 

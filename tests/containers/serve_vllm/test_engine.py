@@ -24,6 +24,7 @@ from tests.patience import until
 from containers.serve_vllm.adapters import Loaded, unfit
 from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.closing import Closing
+from containers.serve_vllm.compiled import Start
 from containers.serve_vllm.engine import (
     CLOSING,
     GREEDY,
@@ -340,7 +341,7 @@ def test_a_start_that_fails_is_told_and_leaves_no_engine(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1] if fault == "port" else 0
         here = replace(settings(), host="127.0.0.1", port=port)
-        code = asyncio.run(serve_behind_gate(here, "transformers", tmp_path, NO_PARSERS, [], began=0.0))
+        code = asyncio.run(serve_behind_gate(here, "transformers", tmp_path, NO_PARSERS, [], Start(0.0)))
     assert code == ENGINE_FAILED
     assert "the endpoint failed: " in capsys.readouterr().err
     assert psutil.Process().children() == before

@@ -537,3 +537,10 @@ def test_wrong_settings_are_refused(cloud: Any) -> None:
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 64
     assert "expected gs://<bucket>/models/<run>" in output
+
+
+def test_the_record_tells_the_parts_of_the_start(vllm_run: WholeRun) -> None:
+    endpoint = vllm_run.record.endpoint
+    assert endpoint is not None
+    assert list(endpoint.start) == ["program", "check of the model", "weights", "engine"]
+    assert endpoint.start["engine"] > 0

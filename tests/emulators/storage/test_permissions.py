@@ -217,7 +217,7 @@ def test_a_server_only_reads_the_model_of_its_run(at: Callable[..., storage.Clie
     for place in (f"models/{RUN}/", f"checkpoints/{RUN}/"):
         with pytest.raises(Forbidden):
             write(client, place + leaf)
-    others = [f"{kind}/{OTHER}/{leaf}" for kind in ("models", "checkpoints", "machines", "runs")]
+    others = [f"{kind}/{OTHER}/{leaf}" for kind in ("models", "checkpoints", "machines", "runs", "caches")]
     for name in (*others, f"keys/{RUN}", f"runs/{RUN}/record.json"):
         write(at(""), name)
         for reader in (client, at(SERVER)):
@@ -227,6 +227,33 @@ def test_a_server_only_reads_the_model_of_its_run(at: Callable[..., storage.Clie
         for reader in (client, at(SERVER)):
             with pytest.raises(Forbidden):
                 list(reader.list_blobs(RUNS, prefix=prefix, retry=None))
+
+
+def test_compiled_code_is_of_the_servers_of_one_run_and_is_never_replaced(
+    at: Callable[..., storage.Client], bounded: Bounded
+) -> None:
+    """Whoever writes it has its code run by the next server."""
+    client, name = bounded(RUN, is_trainer=False), f"caches/{RUN}/{uuid.uuid4().hex}.zip"
+    with pytest.raises(NotFound):
+        client.bucket(RUNS).blob(name).download_as_bytes(retry=None)
+    write(client, name, if_generation_match=0)
+    assert client.bucket(RUNS).blob(name).download_as_bytes(retry=None) == b"x"
+    with pytest.raises((Forbidden, PreconditionFailed)):
+        write(client, name, if_generation_match=0)
+    for works in (
+        lambda: write(client, name),
+        lambda: client.bucket(RUNS).blob(name).delete(retry=None),
+        lambda: client.bucket(RUNS).blob(name).compose([client.bucket(RUNS).blob(name)], retry=None),
+    ):
+        with pytest.raises(Forbidden):
+            works()
+    for other in (bounded(OTHER, is_trainer=False), bounded(RUN), bounded(OTHER), at(SERVER), at(TRAINER)):
+        for work in (
+            lambda other=other: write(other, f"caches/{RUN}/{uuid.uuid4().hex}.zip", if_generation_match=0),
+            lambda other=other: other.bucket(RUNS).blob(name).download_as_bytes(retry=None),
+        ):
+            with pytest.raises(Forbidden):
+                work()
 
 
 def test_the_models_that_a_spec_names_may_be_read(at: Callable[..., storage.Client], bounded: Bounded) -> None:

@@ -18,7 +18,13 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.platforms.serving import (
+    START_HINT,
+    Deployment,
+    compile_variables,
+    endpoint_labels,
+    server_environment,
+)
 from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec, seconds
 
@@ -186,9 +192,11 @@ def _services_in(cloud: Cloud, region: str) -> list[Listed]:
 
 def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
     limits = {"cpu": str(serve.cpu), "memory": f"{serve.memory_gib}Gi", "nvidia.com/gpu": "1"}
+    image = deployment.settings.serve_vllm_image
+    environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
     return {
-        "image": deployment.settings.serve_vllm_image,
-        "env": server_environment(deployment, serve.max_model_len, serve.max_num_seqs),
+        "image": image,
+        "env": [*environment, *compile_variables(image)],
         # Instance-based billing: a service with a GPU must keep its CPU between requests.
         "resources": {"limits": limits, "cpuIdle": False, "startupCpuBoost": True},
         "ports": [{"name": "http1", "containerPort": PORT}],

@@ -14,7 +14,7 @@ from dropforge.cloud import kubernetes, pods
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes, Object
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.serving import Deployment, endpoint_labels, server_environment
+from dropforge.platforms.serving import Deployment, compile_variables, endpoint_labels, server_environment
 from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec, seconds
 
@@ -193,6 +193,7 @@ def _container(workload: Workload, serve: GkeServe) -> Object:
     environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
     environment.append({"name": "DROPFORGE_TENSOR_PARALLEL_SIZE", "value": str(serve.accelerator_count)})
     environment.append({"name": "LD_LIBRARY_PATH", "value": LIBRARIES})
+    environment += compile_variables(deployment.settings.serve_vllm_image)
     if workload.drain_seconds:
         environment.append({"name": "DROPFORGE_DRAIN_SECONDS", "value": str(workload.drain_seconds)})
     return {

@@ -22,6 +22,7 @@ from dropforge.run.artifacts import Manifest, files_digest, read_manifest
 from dropforge.run.events import dumps
 from dropforge.run.record import MAX_REASON, Parity, Record, RunError, RunState
 from dropforge.run.seal import ROWS
+from dropforge.run.starts import read_start
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Answer, Pending
 from dropforge.stages.completion import completion_problem
@@ -179,6 +180,7 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     compare_all = _compare_adapters if revision.adapters else _compare
     if mine.kind in CHANGES and (answer := compare_all(context, record, mine, found, key)) is not None:
         return answer
+    _note_start(context, record, revision)
     if (wanted := mine.canary) is not None and record.stable:
         longest = timedelta(seconds=wanted.seconds) + canary.patience(wanted) + COMPARING
         context.endpoints.update(record.name, lambda r: r.watches(mine.id, *_times(context, longest)))
@@ -237,6 +239,18 @@ def _note_adapter(context: Context, record: EndpointRecord, mine: Rollout, name:
         return latest.with_revision(mine.revision, lambda r: r.with_adapter(name, parity=parity))
 
     context.endpoints.update(record.name, change)
+
+
+def _note_start(context: Context, record: EndpointRecord, revision: Revision) -> None:
+    """Note how long the parts of the start of the revision's server took; a rollback notes no other start."""
+    if revision.start:
+        return
+    start = read_start(context.cloud.clients.storage(), context.settings.runs_bucket, revision.run)
+    if start:
+        changed = {"start": start}
+        context.endpoints.update(
+            record.name, lambda latest: latest.with_revision(revision.number, lambda r: r.model_copy(update=changed))
+        )
 
 
 def _note_parity(context: Context, record: EndpointRecord, mine: Rollout, parity: Parity) -> None:

@@ -1,0 +1,350 @@
+"""What a server compiled is there for the next one of its run; whatever the archive is, no start is stopped."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from bench import cold_start
+from tests.patience import PATIENCE_SECONDS
+
+from containers.serve_vllm import compiled
+from containers.serve_vllm.adapters import Loaded
+from containers.serve_vllm.compiled import Kept, Start, Unfit, fetch, keep, pack, unpack
+from containers.serve_vllm.engine import Settings, compile_arguments, engine_environment, vllm_cpu_argv
+from dropforge.base import names
+from dropforge.run.starts import PARTS, read_start
+from dropforge_local.base.ports import free_port
+
+from ..conftest import RUNS
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = "job-0123456789ab"
+CODE = "vllm/torch_compile_cache/a/b.so"
+ENVIRONMENT = {"DROPFORGE_MODEL_URI": f"gs://{RUNS}/models/{RUN}", "DROPFORGE_SERVED_MODEL_NAME": "m"}
+
+
+def zipped(files: dict[str, bytes], **about: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = about.get("attributes", 0)
+            archive.writestr(entry, content)
+    return file
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, request: pytest.FixtureRequest) -> Kept:
+    return Kept(RUNS, f"caches/{RUN}/{request.node.name[-200:]}.zip", tmp_path / "cache")
+
+
+def write(directory: Path, name: str, content: bytes = b"code") -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def test_the_next_server_gets_the_compiled_code_and_nothing_else(cloud: Any, kept: Kept, tmp_path: Path) -> None:
+    client = cloud.client
+    assert not fetch(client, kept)
+    assert not keep(client, kept), "there is nothing to keep yet"
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    for name in (CODE, "triton/k/kernel.cubin", "vllm/assets/tokenizer.json", "hf/token"):
+        write(kept.directory, name, name.encode())
+    (kept.directory / "inductor").mkdir()
+    (kept.directory / "inductor" / "link.so").symlink_to(secret)
+    assert keep(client, kept)
+    assert fetch(client, kept), "the directory of another start"
+    assert files_below(kept.directory) == {CODE: CODE.encode(), "triton/k/kernel.cubin": b"triton/k/kernel.cubin"}
+
+
+def test_the_first_archive_stays(cloud: Any, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    client = cloud.client
+    write(kept.directory, CODE, b"first")
+    assert keep(client, kept)
+    write(kept.directory, CODE, b"second")
+    assert not keep(client, kept)
+    assert "WARNING" not in capsys.readouterr().err, "two instances that start at once are no fault"
+    assert fetch(client, kept)
+    assert files_below(kept.directory) == {CODE: b"first"}
+
+
+OUTSIDE = ["../x", "/etc/x", "vllm/torch_compile_cache/../../../x", "vllm/assets/x", "x", "vllm/torch_compile_cache"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_archive_writes_outside(name: str, tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "cache"
+    directory.mkdir(parents=True)
+    with pytest.raises(Unfit, match="expected a path below"):
+        unpack(zipped({name: b"evil"}), directory)
+    assert files_below(tmp_path) == {}
+
+
+def test_a_link_in_an_archive_is_a_file(tmp_path: Path) -> None:
+    """A second entry would be written through a link, to where the first points."""
+    link = zipped({"triton/a": b"/etc"}, attributes=0o120777 << 16)
+    unpack(link, tmp_path)
+    assert not (tmp_path / "triton/a").is_symlink()
+    assert (tmp_path / "triton/a").read_bytes() == b"/etc"
+    with pytest.raises(OSError, match="triton"):
+        unpack(zipped({"triton/a/passwd": b"evil"}), tmp_path)
+
+
+def test_an_archive_never_unpacks_to_more_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_BYTES", 1 << 20)
+    bomb = zipped({f"triton/{number}": bytes(1 << 19) for number in range(8)})
+    with pytest.raises(Unfit, match="more than"):
+        unpack(bomb, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
+    monkeypatch.setattr(compiled, "MOST_FILES", 2)
+    with pytest.raises(Unfit, match="3 files"):
+        unpack(zipped(dict.fromkeys(("triton/x", "triton/y", "triton/z"), b"")), tmp_path / "other")
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", zipped({CODE: b"x" * 999}).getvalue()[:-40]])
+def test_a_broken_archive_stops_no_start(
+    content: bytes, cloud: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = Kept(RUNS, f"caches/{RUN}/broken-{len(content)}.zip", tmp_path / "cache")
+    cloud.client.bucket(RUNS).blob(kept.name).upload_from_string(content)
+    write(kept.directory, CODE, b"of an earlier start")
+    assert not fetch(cloud.client, kept)
+    assert kept.directory.is_dir()
+    assert files_below(kept.directory) == {}
+    assert "is not used" in capsys.readouterr().err
+
+
+def test_an_archive_that_is_evil_in_its_last_entry_leaves_nothing(cloud: Any, kept: Kept) -> None:
+    evil = zipped({CODE: b"x", "../outside": b"x"}).getvalue()
+    cloud.client.bucket(RUNS).blob(kept.name).upload_from_string(evil)
+    assert not fetch(cloud.client, kept)
+    assert files_below(kept.directory) == {}
+
+
+def test_a_bucket_that_refuses_stops_no_start(cloud: Any, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = replace(kept, bucket="no-such-bucket")
+    write(kept.directory, CODE)
+    assert not keep(cloud.client, missing)
+    assert "the compiled code is not kept: " in capsys.readouterr().err
+    assert not fetch(cloud.client, missing)
+
+
+def test_too_much_is_not_kept(
+    cloud: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(kept.directory, CODE, os.urandom(4096))
+    for limit, value in (("MOST_BYTES", 4095), ("MOST_ARCHIVE_BYTES", 4000), ("MOST_FILES", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, limit, value)
+            assert not keep(cloud.client, kept)
+        assert "is not kept: Unfit: " in capsys.readouterr().err
+    assert not cloud.client.bucket(RUNS).blob(kept.name).exists()
+    assert keep(cloud.client, kept)
+    monkeypatch.setattr(compiled, "MOST_ARCHIVE_BYTES", 4000)
+    assert not fetch(cloud.client, kept), "it is larger than what this version takes"
+
+
+def test_compiled_code_is_for_one_machine_and_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "lib" / "python3.12" / "dist-packages"
+    (packages / "torch-2.13.0.dist-info").mkdir(parents=True)
+    (packages / "torchvision-0.1.dist-info").mkdir()
+    python = str(tmp_path / "bin" / "python3")
+    config: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64}
+    monkeypatch.setattr(compiled, "gpus", lambda: ["NVIDIA L4, 8.9, 550.1"])
+    monkeypatch.setattr(compiled, "cpu", lambda: "avx2")
+
+    def name(directory: Path = Path("/c"), arguments: tuple[str, ...] = ("vllm",), run: str = RUN) -> str:
+        return compiled.kept(RUNS, run, directory, python, list(arguments), config).name
+
+    first = name()
+    assert name() == first
+    assert first.startswith(f"caches/{RUN}/")
+    others = {name(Path("/d")), name(arguments=("vllm", "8")), name(run="job-fedcba987654")}
+    config["hidden_size"] = 65
+    others.add(name())
+    config["hidden_size"] = 64
+    for changed, value in (("gpus", ["NVIDIA L4, 8.9, 550.2"]), ("cpu", "avx2 avx512f")):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, changed, lambda value=value: value)
+            others.add(name())
+    with monkeypatch.context() as patch:
+        patch.setenv(compiled.IMAGE_VARIABLE, "serve@sha256:1")
+        others.add(name())
+    (packages / "torchvision-0.1.dist-info").rename(packages / "torchvision-0.2.dist-info")
+    assert name() == first, "it compiles nothing"
+    (packages / "torch-2.13.0.dist-info").rename(packages / "torch-2.14.0.dist-info")
+    others.add(name())
+    assert len(others) == 8
+    assert first not in others
+
+
+def test_an_unknown_gpu_has_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own key is equal for two generations of GPUs, and a program for the other one would end the engine."""
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    monkeypatch.setattr(compiled, "_NVIDIA_SMI", (str(tmp_path / "nvidia-smi"),))
+    with pytest.raises(Unfit, match="no nvidia-smi"):
+        compiled.gpus()
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA L4, 8.9, 550.1'\necho 'NVIDIA L4, 8.9, 550.1'\n")
+    program.chmod(0o755)
+    assert compiled.gpus() == ["NVIDIA L4, 8.9, 550.1"] * 2
+    program.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(Unfit, match="CalledProcessError"):
+        compiled.gpus()
+
+
+def test_the_arguments_that_count_have_no_path_of_this_start(tmp_path: Path) -> None:
+    settings = Settings.from_environment(ENVIRONMENT)
+    loaded = [[Loaded(name="a", directory=tmp_path / start, rank=8)] for start in ("x", "y")]
+    assert compile_arguments(settings, "vllm", loaded[0]) == compile_arguments(settings, "vllm", loaded[1])
+    higher = [Loaded(name="a", directory=tmp_path, rank=64)]
+    assert compile_arguments(settings, "vllm", higher) != compile_arguments(settings, "vllm", loaded[0])
+    assert compile_arguments(settings, "vllm", loaded[0]) != compile_arguments(settings, "vllm")
+
+
+def test_the_cpu_build_compiles_only_if_it_is_told(tmp_path: Path) -> None:
+    told = {**ENVIRONMENT, "DROPFORGE_COMPILE_CACHE": str(tmp_path), "DROPFORGE_CPU_COMPILE": "1"}
+    for name in ("", *compiled.environment(tmp_path), "DROPFORGE_COMPILE_CACHE", "DROPFORGE_CPU_COMPILE"):
+        settings = Settings.from_environment({key: value for key, value in told.items() if key != name})
+        compiles = name not in ("DROPFORGE_COMPILE_CACHE", "DROPFORGE_CPU_COMPILE")
+        assert ("--enforce-eager" not in vllm_cpu_argv("python", settings, "/m", 9000)) == compiles
+        assert (
+            "TORCH_COMPILE_DISABLE" not in engine_environment(tmp_path, compiles=settings.compiles_on_cpu)
+        ) == compiles
+
+
+class Health(ThreadingHTTPServer):
+    """A server whose /health answers 503 until `ready` is set. `asked` is set by the first request."""
+
+    def __init__(self) -> None:
+        self.ready, self.asked = Event(), Event()
+        super().__init__(("127.0.0.1", 0), Answer)
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Health
+
+    def do_GET(self) -> None:
+        status = 200 if self.server.ready.is_set() and self.path == "/health" else 503
+        self.send_response(status)
+        self.end_headers()
+        self.server.asked.set()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def health() -> Iterator[Health]:
+    with Health() as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_what_vllm_compiles_on_a_gpu_is_kept_once_it_answers(cloud: Any, kept: Kept, health: Health) -> None:
+    """The process beside vLLM; this test is vLLM."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "containers.serve_vllm.compiled",
+        Start(0.0).to_json(),
+        str(health.server_port),
+    ]
+    process = subprocess.Popen(
+        [*command, kept.bucket, RUN, kept.name, str(kept.directory)],
+        env={**os.environ, **cloud.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    blob = cloud.client.bucket(RUNS).blob(kept.name)
+    write(kept.directory, CODE)
+    assert health.asked.wait(PATIENCE_SECONDS)
+    assert process.poll() is None
+    assert not blob.exists(), "it waits until vLLM answers"
+    health.ready.set()
+    _, output = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, output
+    assert fetch(cloud.client, kept)
+    assert read_start(cloud.client, RUNS, RUN).keys() == {"program", "engine"}
+    assert "kept the compiled code" in output
+
+
+def test_each_part_of_a_start_is_told(cloud: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    start, run = Start(0.0), "parts-0123456789ab"
+    for part in PARTS[1:-1]:
+        start.done(part)
+    Start.from_json(start.to_json()).ready(cloud.client, RUNS, run)
+    assert list(read_start(cloud.client, RUNS, run)) == list(PARTS)
+    capsys.readouterr()
+    start.ready(cloud.client, "no-such-bucket", run)
+    assert "the parts of the start are not in the record: NotFound" in capsys.readouterr().err
+
+
+FORGED = ["", "[]", "{", '{"engine": "1"}', '{"engine": -1}', '{"engine": true}', '{"engine": NaN}', '{"engine": 1e9}']
+
+
+@pytest.mark.parametrize("text", [*FORGED, '{"rm -rf": 1}', "[" * 3000, "1" * 5000, '{"engine": Infinity}'])
+def test_forged_figures_are_none(text: str, cloud: Any) -> None:
+    run = "forged-0123456789ab"
+    cloud.client.bucket(RUNS).blob(names.server_object(run, "start.json")).upload_from_string(text)
+    assert read_start(cloud.client, RUNS, run) == {}
+
+
+def test_a_packed_directory_without_code_is_no_archive(tmp_path: Path) -> None:
+    write(tmp_path, "vllm/assets/config.json")
+    assert pack(tmp_path, io.BytesIO()) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_compiles_nothing_that_the_server_before_has_compiled(
+    cloud: Any, vllm_environment: Path, base_model: Path, tmp_path: Path
+) -> None:
+    run, cache = "compiles-0123456789ab", tmp_path / "cache"
+    cold_start.commit(cloud.client, RUNS, run, base_model)
+    environment = {
+        **cloud.environment(),
+        "PATH": f"{vllm_environment / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
+        "DROPFORGE_MODEL_URI": f"gs://{RUNS}/models/{run}",
+        "DROPFORGE_SERVED_MODEL_NAME": "m",
+        "DROPFORGE_MAX_MODEL_LEN": "128",
+        "DROPFORGE_MAX_NUM_SEQS": "2",
+        "DROPFORGE_COMPILE_CACHE": str(cache),
+        "DROPFORGE_CPU_COMPILE": "1",
+        "HOST": "127.0.0.1",
+        "PORT": str(free_port(range(20_000, 24_000), set())),
+    }
+    first = cold_start.start(environment, cold_start.KEPT)
+    (archive,) = cloud.client.list_blobs(RUNS, prefix=f"caches/{run}/")
+    with zipfile.ZipFile(io.BytesIO(archive.download_as_bytes())) as entries:
+        libraries = {name for name in entries.namelist() if name.endswith(".so")}
+    assert libraries, "Inductor compiles C++ to libraries"
+    shutil.rmtree(cache)
+    cold_start.start(environment, cold_start.READY)
+    assert {name for name in files_below(cache / "compiled") if name.endswith(".so")} == libraries
+    assert [blob.generation for blob in cloud.client.list_blobs(RUNS, prefix="caches/")].count(archive.generation) == 1
+    assert read_start(cloud.client, RUNS, run).keys() == first["parts"].keys()
