@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dropforge.endpoints.record import EndpointRecord
-from dropforge.stages.rollout import advance
+from dropforge.stages.rollout import advance, canary
+from dropforge.stages.sweep import named
 from dropforge_local.chaos.endpoint_lives import run
 from dropforge_local.chaos.endpoint_rules import check
 from dropforge_local.chaos.named import NamedCloud
@@ -34,12 +35,19 @@ def test_a_life_repeats() -> None:
 BREAKAGES: list[tuple[str, Any, str, Any, str]] = [
     ("nothing is suspended", EndpointRecord, "is_spent", lambda *_: False, "a_budget_holds"),
     ("the cloud suspends nothing", NamedCloud, "suspend", lambda *_: True, "the_cloud_is_as_the_record_says"),
+    ("the cloud suspends nothing", NamedCloud, "suspend", lambda *_: True, "a_suspended_endpoint_costs_nothing"),
+    ("nothing is resumed", named, "resume", lambda _, record, *__: record, "suspension_follows_the_budget"),
+    ("a canary passes at once", canary, "has_passed", lambda *_: True, "a_canary_is_watched_first"),
+    ("failures do not count", canary, "_failures", lambda *_: "", "a_bad_canary_is_never_promoted"),
+    ("no completion is wanted", advance, "completion_problem", lambda *_: "", "a_completion_comes_first"),
     ("a promotion moves nothing", NamedCloud, "shift", lambda *_: True, "the_cloud_is_as_the_record_says"),
     ("a call is never too late", advance, "_fence", lambda *_: lambda: None, "requests_reach_who_may_answer"),
 ]
 
 
-@pytest.mark.parametrize(("why", "owner", "name", "broken", "rule"), BREAKAGES, ids=[why for why, *_ in BREAKAGES])
+@pytest.mark.parametrize(
+    ("why", "owner", "name", "broken", "rule"), BREAKAGES, ids=[f"{why}-{rule}" for why, *_, rule in BREAKAGES]
+)
 def test_the_rules_notice_a_broken_promise(
     monkeypatch: pytest.MonkeyPatch, why: str, owner: Any, name: str, broken: Any, rule: str
 ) -> None:

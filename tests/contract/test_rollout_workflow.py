@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dropforge.platforms import servers
 from dropforge.stages.rollout.answers import ROLLOUT_ANSWERS
-from workflows_engine import Limits, compile_source
+from workflows_engine import Limits, ScriptedMocks, Simulation, compile_source, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / "workflows" / "rollout.workflows.yaml").read_text()
@@ -46,3 +47,27 @@ def test_a_platform_takes_names_exactly_if_it_has_an_adapter_for_them() -> None:
     for kind, serving in servers().items():
         assert serving.spec.takes_names == bool(serving.named), kind
     assert any(serving.named for serving in servers().values())
+
+
+def execution_with(*answers: dict[str, Any]) -> tuple[Simulation, int]:
+    """An execution whose function gives these answers, the last of them for ever, and its number of calls."""
+    responses = [*answers[:-1], {**answers[-1], "times": "always"}]
+    mocks = ScriptedMocks([{"call": "http.post", "responses": responses}])
+    arguments = {"endpoint": "sql", "rollout": "r-1"}
+    env = {"FUNCTIONS_URL": "https://functions.example/dropforge-"}
+    execution = simulate(SOURCE, arguments, mocks=mocks, env=env)
+    return execution, len([call for call in mocks.calls if call.call == "http.post"])
+
+
+def test_it_calls_again_after_a_function_that_keeps_failing() -> None:
+    """The ninth failure in a row ends the tries of one call, and not the rollout."""
+    promoted = {"body": {"status": "PROMOTED"}}
+    execution, calls = execution_with(*[{"code": 503}] * 9, promoted)
+    assert (execution.result["status"], calls) == ("PROMOTED", 10)
+
+
+@pytest.mark.parametrize("code", [400, 404])
+def test_it_ends_after_a_refusal(code: int) -> None:
+    """Nothing can make the function take the request later: the endpoint has no record, for example."""
+    execution, calls = execution_with({"code": code}, {"body": {"status": "PROMOTED"}})
+    assert (execution.record.state, calls) == ("FAILED", 1)

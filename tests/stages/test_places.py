@@ -133,6 +133,23 @@ def test_two_functions_at_once_never_give_away_the_last_place_twice(monkeypatch:
     assert deployment.holding() == [second]
 
 
+def test_a_decision_on_places_that_have_changed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second function gives away the last place while the first one decides."""
+    deployment = Deployment(max_runs=1)
+    first, second = deployment.accept(0), deployment.accept(1)
+    given_out, answers = Places.given_out, list[Pending | None]()
+
+    def overtaken(places: Places, *arguments: Any) -> Any:
+        monkeypatch.setattr(Places, "given_out", given_out)
+        answers.append(deployment.ask(second, deployment.another()))
+        return given_out(places, *arguments)
+
+    monkeypatch.setattr(Places, "given_out", overtaken)
+    answers.append(deployment.ask(first))
+    assert [answer is None for answer in answers] == [True, False]
+    assert deployment.holding() == [second]
+
+
 def test_a_crash_after_the_decision_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = Deployment(max_runs=1)
     run, other = deployment.accept(0), deployment.accept(1)

@@ -34,6 +34,7 @@ SWEEP_SECONDS = 1800.0
 DAY = 86400.0
 CALM_SECONDS, LIFE_SECONDS = DAY, 2.5 * DAY
 RUNS_OF_A_LIFE = tuple(f"model-{number:012x}" for number in range(4))
+BAD_RUN = RUNS_OF_A_LIFE[3]  # its model fails half of its requests
 ROLLOUT = SOURCE.with_name("rollout.workflows.yaml")
 
 
@@ -74,7 +75,7 @@ def run(seed: int) -> History:
     cloud = EndpointCloud(world)
     for number, name in enumerate(RUNS_OF_A_LIFE):
         _train(world, cloud, name, number)
-    cloud.named.bad = {RUNS_OF_A_LIFE[3]}
+    cloud.named.bad = {BAD_RUN}
     world.calm = START + CALM_SECONDS
     _plan_users(world, cloud)
     _plan_operators(world, cloud)

@@ -8,14 +8,18 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from dropforge.endpoints.record import EndpointRecord, EndpointState, RolloutState
+from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
 
-from .endpoint_lives import FREE, SWEEP_SECONDS, USD_PER_HOUR
+from .endpoint_lives import BAD_RUN, FREE, SWEEP_SECONDS, USD_PER_HOUR
 from .history import History
 from .named import IDLE_SECONDS
 
 # From a spent budget to the end of the instances without faults: a sweep, and the rollout that it begins.
 SUSPENDS_WITHIN = SWEEP_SECONDS + 300.0
+# From a budget that is spent, or is not any more, to the end of the rollout that follows, without faults: a sweep, and
+# the rollout before, whose last steps no suspension stops.
+FOLLOWS_WITHIN = SWEEP_SECONDS + 600.0
+SKEW_SECONDS = 4.0  # between the clocks of two functions
 REPEATING = frozenset({"killed", "lost", "late", "refused", "stalled", "doubled_sweep"})
 MAY_BE_CHECKED = (RolloutState.WATCHING, RolloutState.SHIFTING, RolloutState.UNDOING)
 
@@ -30,6 +34,7 @@ class EndpointLife:
     records: list[tuple[float, EndpointRecord]] = field(default_factory=list)
     paying: list[tuple[float, int]] = field(default_factory=list)
     shares: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    answered: list[tuple[float, str]] = field(default_factory=list)  # completions, by revision
     forgotten: list[float] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)  # by id: messages that Slack has taken
     service: dict[str, Any] | None = None
@@ -43,6 +48,19 @@ class EndpointLife:
     def record_at(self, time: float) -> EndpointRecord | None:
         """The record at a time."""
         return next((record for when, record in reversed(self.records) if when <= time), None)
+
+    def entered(self, rollout: str, *states: RolloutState) -> float | None:
+        """When a rollout was first in one of the states; None: never."""
+        found = ((time, record.find(rollout)) for time, record in self.records)
+        return next((time for time, each in found if each is not None and each.state in states), None)
+
+    def promotions(self) -> Iterator[tuple[float, EndpointRecord, Rollout]]:
+        """When each promoted rollout was promoted, with the record before that, and the rollout as promoted."""
+        for (_, before), (time, after) in pairwise(self.records):
+            for each in after.rollouts:
+                found = before.find(each.id)
+                if each.state is RolloutState.PROMOTED and found is not None and not found.state.is_terminal:
+                    yield time, before, each
 
     def cost(self, since: float, until: float) -> float:
         """What the instances have cost between two times, in US dollars."""
@@ -96,6 +114,41 @@ def requests_reach_who_may_answer(life: EndpointLife) -> Iterator[str]:
             yield f"at {time:.0f} two revisions got requests, and no rollout watches one"
 
 
+def a_canary_is_watched_first(life: EndpointLife) -> Iterator[str]:
+    """Before its promotion, a canary gets its share, and no other, for all its time."""
+    for promoted, record, rollout in life.promotions():
+        if rollout.canary is None or not rollout.before:
+            continue
+        revision = record.revision(rollout.revision).revision
+        steps = [(time, shares.get(revision, 0)) for time, shares in life.shares if time <= promoted]
+        began = next((time for time, share in steps if share), promoted)
+        ended = next((time for time, share in steps if share == 100), promoted)
+        if strange := {share for time, share in steps if began <= time < ended} - {rollout.canary.percent}:
+            yield f"the canary of rollout {rollout.id} got {sorted(strange)} % of the requests"
+        if ended - began < rollout.canary.seconds - SKEW_SECONDS:
+            yield f"the canary of rollout {rollout.id} was watched for {ended - began:.0f} s"
+
+
+def a_bad_canary_is_never_promoted(life: EndpointLife) -> Iterator[str]:
+    """A canary whose requests fail is not promoted, unless those of the revision before fail as well."""
+    for _, record, rollout in life.promotions():
+        if rollout.canary is not None and rollout.before:
+            runs = [record.revision(number).run for number in (rollout.revision, rollout.before)]
+            if runs[0] == BAD_RUN != runs[1]:
+                yield f"rollout {rollout.id} promoted a model that fails half of its requests"
+
+
+def a_completion_comes_first(life: EndpointLife) -> Iterator[str]:
+    """A revision has answered a completion in its rollout before it is promoted, and before a new one gets requests."""
+    for promoted, record, rollout in life.promotions():
+        revision, checked = record.revision(rollout.revision).revision, life.entered(rollout.id, RolloutState.CHECKING)
+        began = promoted if checked is None else checked
+        answered = next((time for time, name in life.answered if name == revision and time >= began), life.end)
+        shared = [time for time, shares in life.shares if shares.get(revision) and rollout.kind == "deploy"]
+        if answered > min([promoted, *shared]):
+            yield f"rollout {rollout.id} promoted {revision}, which had not answered a completion"
+
+
 def the_cloud_is_as_the_record_says(life: EndpointLife) -> Iterator[str]:
     """At the end. Nobody but the next rollout makes a service again that was deleted by hand."""
     record, service = life.last, life.service
@@ -142,6 +195,33 @@ def a_budget_holds(life: EndpointLife) -> Iterator[str]:
         yield f"it has spent {last.spent(now)} of {last.budget}, and is suspended"
 
 
+def suspension_follows_the_budget(life: EndpointLife) -> Iterator[str]:
+    """Once faults have ended, an endpoint is suspended soon after its budget is spent, and resumed soon after it is not
+    spent any more: in another period, or with a higher budget."""
+    last, since = life.last, life.calm + 2 * SWEEP_SECONDS
+    if life.forgotten or last.retired:
+        return
+    is_wrong_since: float | None = None
+    for minute in range(int((life.end - since) // 60)):
+        time = since + 60.0 * minute
+        record = life.record_at(time)
+        if record is None or not record.stable or record.is_spent(_time(time)) == bool(record.suspended):
+            is_wrong_since = None
+        elif is_wrong_since is None:
+            is_wrong_since = time
+        elif time - is_wrong_since > FOLLOWS_WITHIN:
+            spent = f"it had spent {record.spent(_time(time))} of {record.budget}"
+            yield f"at {time:.0f} {spent}, and was {'suspended' if record.suspended else 'not suspended'}"
+            return
+
+
+def a_suspended_endpoint_costs_nothing(life: EndpointLife) -> Iterator[str]:
+    """While the record says that an endpoint is suspended, it has no instance."""
+    for (began, record), (ended, _) in pairwise([*life.records, (life.end, life.last)]):
+        if record.suspended and (usd := life.cost(began, ended)) > 0:
+            yield f"it was suspended from {began:.0f} to {ended:.0f}, and cost {usd:.2f} USD"
+
+
 def only_its_own_budget_suspends(life: EndpointLife) -> Iterator[str]:
     """An endpoint without a budget is never suspended."""
     if life.name == FREE and any(record.suspended for _, record in life.records):
@@ -163,9 +243,14 @@ RULES = (
     rollouts_end,
     only_a_promotion_changes_what_serves,
     requests_reach_who_may_answer,
+    a_canary_is_watched_first,
+    a_bad_canary_is_never_promoted,
+    a_completion_comes_first,
     the_cloud_is_as_the_record_says,
     the_record_has_the_most_that_it_cost,
     a_budget_holds,
+    suspension_follows_the_budget,
+    a_suspended_endpoint_costs_nothing,
     only_its_own_budget_suspends,
     a_warning_comes_once,
 )
@@ -182,12 +267,14 @@ def _read(history: History) -> tuple[dict[str, EndpointLife], list[str]]:
             life = lives.setdefault(parts[1], EndpointLife(parts[1], end.time, calm))
             life.records.append((fact.time, EndpointRecord.model_validate(fact.data["content"])))
     for fact in history.facts:
-        if fact.kind in ("paying", "shares", "forgotten") and fact.data["endpoint"] in lives:
+        if fact.kind in ("paying", "shares", "answered", "forgotten") and fact.data["endpoint"] in lives:
             life = lives[fact.data["endpoint"]]
             if fact.kind == "paying":
                 life.paying.append((fact.time, fact.data["revisions"]))
             elif fact.kind == "shares":
                 life.shares.append((fact.time, fact.data["shares"]))
+            elif fact.kind == "answered":
+                life.answered.append((fact.time, fact.data["revision"]))
             else:
                 life.forgotten.append(fact.time)
         elif fact.kind == "slack" and "/notice/budget-" in fact.data["event"] and fact.data["status"] == 200:

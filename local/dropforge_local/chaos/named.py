@@ -169,7 +169,10 @@ class NamedCloud:
                     if service.suspended:
                         return 503
                     self._ask(service, revision)
-                    return 200 if revision.ready <= self.world.now else 503
+                    if revision.ready > self.world.now:
+                        return 503
+                    self.world.fact("answered", endpoint=service.endpoint, revision=revision.name)
+                    return 200
         return 404
 
     def forget(self, name: str) -> None:
