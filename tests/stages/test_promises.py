@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import ErrorClass, InvalidSpec
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.cloud.executions import SETTLED, wake
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
@@ -23,6 +23,8 @@ from dropforge.run.record import (
     WAITING_SECONDS,
     Attempt,
     Endpoint,
+    LedgerEntry,
+    Outcome,
     Record,
     ResourceState,
     RunError,
@@ -39,6 +41,7 @@ from dropforge.stages.notify import notify
 from dropforge.stages.provision import provision
 from dropforge.stages.submit import read_spec
 from dropforge.stages.sweep.orphans import Orphan, delete_orphans, list_all
+from dropforge.stages.teardown import teardown
 
 from ..deployments import Memory, cloud_with, context_with, settings_with
 from ..platforms.shared import ME
@@ -46,6 +49,7 @@ from ..platforms.shared import ME
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 RUN = "demo-0123456789ab"
+FAILED = Outcome(state=RunState.FAILED)
 SETTINGS = settings_with()
 JOB = f"projects/p/locations/us-central1/jobs/df-{RUN}-a1"
 SPEC = {
@@ -370,12 +374,50 @@ def test_a_cancel_wins_over_a_success_that_is_not_written_yet() -> None:
     assert [entered.state for entered in place.record.history] == [RunState.TEARING_DOWN, RunState.CANCELLED]
 
 
+def torn_down(place: Place) -> str:
+    return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED, ends=True).status
+
+
+def with_job(place: Place) -> Place:
+    entry = LedgerEntry(kind="job", name=f"df-{RUN}-a1", attempt=1, state=ResourceState.CREATED, intended=NOW)
+    place.store.update(RUN, lambda record: record.model_copy(update={"resources": [entry]}))
+    return place
+
+
+def test_a_teardown_that_lasts_is_announced_at_once_and_its_end_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = with_job(Place(RunState.TRAINING))
+    answers = iter([False, False, True])
+    monkeypatch.setattr(place.platform, "teardown", lambda *_: next(answers))
+    assert torn_down(place) == "PENDING"
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN"]
+    assert [torn_down(place), torn_down(place)] == ["PENDING", "ENDED"]
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
+
+
+def test_a_teardown_that_fails_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = with_job(Place(RunState.TRAINING))
+
+    def refuse(*_: Any) -> bool:
+        raise CloudError(ErrorClass.PERMISSION, "not allowed")
+
+    monkeypatch.setattr(place.platform, "teardown", refuse)
+    with pytest.raises(CloudError, match="not allowed"):
+        torn_down(place)
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN"]
+
+
+def test_a_short_teardown_is_announced_with_its_end() -> None:
+    place = with_job(Place(RunState.TRAINING))
+    assert torn_down(place) == "ENDED"
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
+
+
 def test_the_record_of_a_failed_run_says_why_and_its_end_is_told() -> None:
     place = Place(RunState.TEARING_DOWN)
     error = RunError(error_class=ErrorClass.DATA, message="3 rows")
     assert notify(place.context, RUN, ME, RunState.FAILED, error).status == "NOTIFIED"
     assert (place.record.state, place.record.error) == (RunState.FAILED, error)
-    assert [event["state"] for event in place.events] == ["FAILED"]
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
     assert json.loads(place.store.read(names.report_object(RUN)).data)["state"] == "FAILED"
 
 

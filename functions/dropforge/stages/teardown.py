@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Literal
 
+from dropforge.base.errors import CloudError
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
@@ -52,17 +53,21 @@ def teardown(
         return superseded(record)
     if ends and record.state.is_terminal:
         return _told(context, record)  # an earlier call has ended the run
-    if scope == "run" and record.state is RunState.TEARING_DOWN:
-        announce(context, record, RunState.TEARING_DOWN)
     while True:
         is_kept = keep_endpoint and record.cancel_requested is None
-        deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        try:
+            deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        except CloudError:
+            _announce(context, record, scope)
+            raise
         if deleted.remaining or not ends or outcome is None or record.ledger is None:
             note_gone(context, run, deleted)
         if deleted.remaining:
+            _announce(context, record, scope)
             return _pending(context, record, scope, deleted.remaining)
         context.log("gone", stage="teardown", run=run, scope=scope)
         if not ends or outcome is None:
+            _announce(context, record, scope)
             return _gone(context, record, is_kept)
         record = _end(context, record, outcome, is_kept, deleted.gone)
         if record.execution != execution:
@@ -70,6 +75,12 @@ def teardown(
         if record.state.is_terminal:
             return _told(context, record)
         # A user has cancelled the run since the function looked: the endpoint must go, too.
+
+
+def _announce(context: Context, record: Record, scope: Scope) -> None:
+    """Announce a teardown that this call does not end. The announcement of an end includes its teardown."""
+    if scope == "run" and record.state is RunState.TEARING_DOWN:
+        announce(context, record, RunState.TEARING_DOWN)
 
 
 def _gone(context: Context, record: Record, is_kept: bool) -> Gone:
