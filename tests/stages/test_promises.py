@@ -374,6 +374,78 @@ def test_a_cancel_wins_over_a_success_that_is_not_written_yet() -> None:
     assert [entered.state for entered in place.record.history] == [RunState.TEARING_DOWN, RunState.CANCELLED]
 
 
+def elsewhere(place: Place) -> RunStore:
+    """The runs bucket for another process: what it writes, the process of `place` does not know yet."""
+    return RunStore(place.store.bucket.client, SETTINGS.runs_bucket)
+
+
+def looked(place: Place) -> str:
+    """The answer to an inspection by the owner, whose callback the record has."""
+    return inspect(place.context, RUN, ME, 1, "http://callback").status
+
+
+@pytest.fixture
+def trained() -> Place:
+    """A run that is about to end with its training, and whose record this process knows."""
+    place = Place(RunState.PROVISIONING, spec={"serve": None}, callback_url="http://callback")
+    commit(place, exact_match=0.9)
+    return place
+
+
+def test_a_run_that_ends_with_its_training_begins_its_teardown_in_the_same_write(trained: Place) -> None:
+    assert looked(trained) == "SUCCEEDED"
+    states = [RunState.PROVISIONING, RunState.TRAINING, RunState.TEARING_DOWN]
+    assert [entered.state for entered in trained.record.history] == states
+    assert trained.record.outcome == Outcome(state=RunState.SUCCEEDED)
+    assert [event["state"] for event in trained.events] == ["TRAINING"]
+    assert looked(trained) == "SUCCEEDED"  # the answer was lost
+    success = Outcome(state=RunState.SUCCEEDED)
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert [event["state"] for event in trained.events] == ["TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+
+
+def test_a_cancel_that_inspect_has_not_seen_wins_over_the_success(trained: Place) -> None:
+    elsewhere(trained).update(RUN, lambda record: record.model_copy(update={"cancel_requested": NOW}))
+    assert looked(trained) in ("SUCCEEDED", "CANCELLED")
+    assert (trained.record.state, trained.record.outcome) == (RunState.TRAINING, None)
+    success = Outcome(state=RunState.SUCCEEDED)
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert trained.record.state is RunState.CANCELLED
+
+
+@pytest.mark.parametrize("change", [{"execution": "another"}, {"attempts": []}, {"state": RunState.FAILED}])
+def test_an_inspection_changes_no_run_that_it_does_not_own_any_more(trained: Place, change: dict[str, Any]) -> None:
+    changed = elsewhere(trained).update(RUN, lambda record: record.model_copy(update=change))
+    assert looked(trained) == "SUPERSEDED"
+    assert (trained.record, trained.events) == (changed, [])
+
+
+def test_a_model_that_does_not_pass_its_gate_begins_the_teardown_of_its_run() -> None:
+    gate = {"gate": {"metric": "exact_match", "min": 0.5}}
+    place = Place(RunState.TRAINING, spec={"evaluation": gate}, callback_url="http://callback")
+    commit(place, exact_match=0.1)
+    assert looked(place) == "SUCCEEDED"
+    outcome = place.record.outcome
+    assert place.record.state is RunState.TEARING_DOWN
+    assert outcome is not None
+    assert outcome.error is not None
+    assert (outcome.state, outcome.error.error_class) == (RunState.FAILED, ErrorClass.GATE)
+
+
+def test_a_run_that_is_served_goes_on_after_its_training() -> None:
+    place = Place(RunState.TRAINING, callback_url="http://callback")
+    commit(place, exact_match=0.9)
+    assert looked(place) == "SUCCEEDED"
+    assert (place.record.state, place.record.outcome) == (RunState.TRAINING, None)
+
+
+def test_a_teardown_by_an_old_record_ends_no_run_of_another_execution() -> None:
+    place = with_job(Place(RunState.TEARING_DOWN, outcome=FAILED))
+    changed = elsewhere(place).update(RUN, lambda record: record.model_copy(update={"execution": "another"}))
+    assert torn_down(place) == "SUPERSEDED"
+    assert (place.record.state, place.events) == (changed.state, [])
+
+
 def torn_down(place: Place) -> str:
     return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED, ends=True).status
 

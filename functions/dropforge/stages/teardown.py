@@ -48,7 +48,11 @@ def teardown(
     another execution can end the run if this execution does not. `ends`: the run ends with this outcome as soon as
     its resources are gone; workflows from before 2026-11-24 call `notify` for that.
     """
-    record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
+    known = context.store.known(run)
+    if known is not None and ends and _is_entered(known, execution, outcome):
+        record = known  # the write of the end decides whether it still is
+    else:
+        record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
     if record.execution != execution:
         return superseded(record)
     if ends and record.state.is_terminal:
@@ -138,6 +142,15 @@ def _without_waiting_attempt(record: Record, now: datetime) -> Record:
     if latest is None or latest.ended or latest.running or latest.seen or record.state is not RunState.PROVISIONING:
         return record
     return record.with_stop(latest.number, now)
+
+
+def _is_entered(record: Record, execution: str, outcome: Outcome | None) -> bool:
+    """Whether an execution needs to write nothing before it deletes: `inspect`, or an earlier call, has written it.
+
+    A run that is torn down gets no further resource, so its ledger lists all that is to be deleted, however old it is.
+    """
+    is_noted = record.outcome is not None and record.outcome == outcome
+    return record.execution == execution and record.state is RunState.TEARING_DOWN and is_noted
 
 
 def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:
