@@ -325,9 +325,9 @@ def test_a_job_event_during_the_callback_registration_wakes_the_execution(
 
     monkeypatch.setattr(RunStore, "put_new", put_after_callback)
 
-    def wake(_: Any, url: str, body: Any) -> bool:
+    def wake(_: Any, url: str, body: Any) -> int:
         called.append(url)
-        return True
+        return 200
 
     monkeypatch.setattr("dropforge.stages.await_.job_events.wake", wake)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}

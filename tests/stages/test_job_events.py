@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dropforge.base import names
+from dropforge.base.errors import RetryLater
 from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, job_event_message
 from dropforge.run.proof import PROOF
 from dropforge.run.store import RunStore
 from dropforge.stages.await_.job_events import receive_job_event
 
 from ..deployments import SETTINGS, Memory, context_with
-from ..platforms.shared import make_run
+from ..platforms.shared import ME, make_run
 
+NOW = datetime.now(UTC)
 SPEC = {
     "api_version": "dropforge/v1",
     "name": "demo",
@@ -86,3 +90,72 @@ def test_every_run_has_a_key_of_its_own_that_never_changes(store: RunStore, memo
     assert {len(key) for key in keys} == {64}
     store.create(store.record(runs[0]))
     assert RunStore(memory, SETTINGS.runs_bucket).key(runs[0]) == keys[0]
+
+
+class Callbacks:
+    """The callbacks of executions: what each answers, and which were called."""
+
+    def __init__(self, memory: Memory, answers: Mapping[str, int]) -> None:
+        self.answers, self.woken = answers, list[str]()
+        self.context = context_with(storage=memory, callbacks=self)
+
+    def post(self, url: str, json: object, timeout: float) -> Any:
+        self.woken.append(url)
+        return SimpleNamespace(status_code=self.answers[url])
+
+    def receive(self, store: RunStore, run: str, sequence: int) -> None:
+        data, made = job_event_message(Started(run=run, attempt=1, sequence=sequence, time=NOW), store.key(run))
+        receive_job_event(self.context, data, made[PROOF])
+
+
+def with_callback(store: RunStore, run: str, url: str) -> None:
+    store.update(run, lambda record: record.model_copy(update={"execution": ME}).with_callback(ME, url))
+
+
+def test_the_known_callback_needs_no_second_look_at_the_record(memory: Memory, store: RunStore) -> None:
+    run = make_run(store, SPEC)
+    with_callback(store, run, "first")
+    callbacks = Callbacks(memory, {"first": 200, "second": 200})
+    callbacks.receive(store, run, 1)
+    with_callback(store, run, "second")
+    callbacks.receive(store, run, 2)  # "first" takes it: its execution has not ended
+    assert callbacks.woken == ["first", "first"]
+
+
+@pytest.mark.parametrize("status", [404, 409, 410, 500])
+def test_the_execution_that_has_taken_over_is_woken(memory: Memory, store: RunStore, status: int) -> None:
+    run = make_run(store, SPEC)
+    with_callback(store, run, "first")
+    callbacks = Callbacks(memory, {"first": status, "second": 200})
+    assert callbacks.context.store.record(run).callback_url == "first"
+    with_callback(store, run, "second")
+    callbacks.receive(store, run, 1)
+    assert callbacks.woken == ["first", "second"]
+    assert kept(store, run) == 1
+
+
+def test_an_inspection_that_notes_its_callback_while_the_event_is_kept_is_woken(
+    memory: Memory, store: RunStore
+) -> None:
+    run = make_run(store, SPEC)
+    callbacks = Callbacks(memory, {"first": 200})
+    assert callbacks.context.store.record(run).callback_url is None
+    with_callback(store, run, "first")
+    callbacks.receive(store, run, 1)
+    assert callbacks.woken == ["first"]
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_callback_is_asked_once_and_decides_whether_the_event_comes_again(
+    memory: Memory, store: RunStore, status: int
+) -> None:
+    run = make_run(store, SPEC)
+    with_callback(store, run, "first")
+    callbacks = Callbacks(memory, {"first": status})
+    if status == 404:
+        callbacks.receive(store, run, 1)
+    else:
+        with pytest.raises(RetryLater):
+            callbacks.receive(store, run, 1)
+    assert callbacks.woken == ["first"]
+    assert kept(store, run) == 1

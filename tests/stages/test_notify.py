@@ -61,3 +61,16 @@ def test_an_event_that_may_not_have_arrived_is_published_again() -> None:
     for state in (RunState.TEARING_DOWN, RunState.SUCCEEDED, RunState.SUCCEEDED):
         announce_state(process, state)
     assert publisher.ids == [f"r-1/1/{state}" for state in ("tearing_down", "succeeded") * 2]
+
+
+def test_the_event_of_a_teardown_is_sent_with_that_of_the_end_and_decides_nothing() -> None:
+    publisher = Publisher(broken=1)
+    process = context_with(publisher=publisher)
+    history = [Transition(state=state, time=NOW, attempt=1) for state in (RunState.TEARING_DOWN, RunState.FAILED)]
+    ended = record(RunState.FAILED).model_copy(update={"history": history})
+    announce(process, ended, RunState.FAILED)  # the first of two events is lost
+    assert publisher.ids == ["r-1/1/tearing_down", "r-1/1/failed"]
+    announce(process, ended, RunState.FAILED)
+    assert publisher.ids == ["r-1/1/tearing_down", "r-1/1/failed", "r-1/1/tearing_down"]
+    announce(process, ended, RunState.FAILED)
+    assert len(publisher.ids) == 3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import ErrorClass, InvalidSpec
-from dropforge.cloud.executions import wake
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
+from dropforge.cloud.executions import SETTLED, wake
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
@@ -23,6 +23,8 @@ from dropforge.run.record import (
     WAITING_SECONDS,
     Attempt,
     Endpoint,
+    LedgerEntry,
+    Outcome,
     Record,
     ResourceState,
     RunError,
@@ -39,6 +41,7 @@ from dropforge.stages.notify import notify
 from dropforge.stages.provision import provision
 from dropforge.stages.submit import read_spec
 from dropforge.stages.sweep.orphans import Orphan, delete_orphans, list_all
+from dropforge.stages.teardown import teardown
 
 from ..deployments import Memory, cloud_with, context_with, settings_with
 from ..platforms.shared import ME
@@ -46,6 +49,7 @@ from ..platforms.shared import ME
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 RUN = "demo-0123456789ab"
+FAILED = Outcome(state=RunState.FAILED)
 SETTINGS = settings_with()
 JOB = f"projects/p/locations/us-central1/jobs/df-{RUN}-a1"
 SPEC = {
@@ -269,7 +273,8 @@ def test_the_end_of_a_run_that_was_cancelled_before_its_start_is_told() -> None:
 @pytest.mark.parametrize("status", [200, 404, 409, 410, 429, 500, 503, 408])
 def test_a_callback_that_did_not_reach_its_execution_is_sent_again(status: int) -> None:
     callbacks = SimpleNamespace(post=lambda *_, **__: SimpleNamespace(status_code=status))
-    assert wake(cloud_with(callbacks=callbacks), "http://callback", {}) is (status in {200, 404, 409, 410, 429})
+    settled = wake(cloud_with(callbacks=callbacks), "http://callback", {}) in SETTLED
+    assert settled is (status in {200, 404, 409, 410, 429})
 
 
 def test_a_sweep_sees_only_resources_of_its_own_deployment() -> None:
@@ -369,12 +374,122 @@ def test_a_cancel_wins_over_a_success_that_is_not_written_yet() -> None:
     assert [entered.state for entered in place.record.history] == [RunState.TEARING_DOWN, RunState.CANCELLED]
 
 
+def elsewhere(place: Place) -> RunStore:
+    """The runs bucket for another process: what it writes, the process of `place` does not know yet."""
+    return RunStore(place.store.bucket.client, SETTINGS.runs_bucket)
+
+
+def looked(place: Place) -> str:
+    """The answer to an inspection by the owner, whose callback the record has."""
+    return inspect(place.context, RUN, ME, 1, "http://callback").status
+
+
+@pytest.fixture
+def trained() -> Place:
+    """A run that is about to end with its training, and whose record this process knows."""
+    place = Place(RunState.PROVISIONING, spec={"serve": None}, callback_url="http://callback")
+    commit(place, exact_match=0.9)
+    return place
+
+
+def test_a_run_that_ends_with_its_training_begins_its_teardown_in_the_same_write(trained: Place) -> None:
+    assert looked(trained) == "SUCCEEDED"
+    states = [RunState.PROVISIONING, RunState.TRAINING, RunState.TEARING_DOWN]
+    assert [entered.state for entered in trained.record.history] == states
+    assert trained.record.outcome == Outcome(state=RunState.SUCCEEDED)
+    assert [event["state"] for event in trained.events] == ["TRAINING"]
+    assert looked(trained) == "SUCCEEDED"  # the answer was lost
+    success = Outcome(state=RunState.SUCCEEDED)
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert [event["state"] for event in trained.events] == ["TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+
+
+def test_a_cancel_that_inspect_has_not_seen_wins_over_the_success(trained: Place) -> None:
+    elsewhere(trained).update(RUN, lambda record: record.model_copy(update={"cancel_requested": NOW}))
+    assert looked(trained) in ("SUCCEEDED", "CANCELLED")
+    assert (trained.record.state, trained.record.outcome) == (RunState.TRAINING, None)
+    success = Outcome(state=RunState.SUCCEEDED)
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert trained.record.state is RunState.CANCELLED
+
+
+@pytest.mark.parametrize("change", [{"execution": "another"}, {"attempts": []}, {"state": RunState.FAILED}])
+def test_an_inspection_changes_no_run_that_it_does_not_own_any_more(trained: Place, change: dict[str, Any]) -> None:
+    changed = elsewhere(trained).update(RUN, lambda record: record.model_copy(update=change))
+    assert looked(trained) == "SUPERSEDED"
+    assert (trained.record, trained.events) == (changed, [])
+
+
+def test_a_model_that_does_not_pass_its_gate_begins_the_teardown_of_its_run() -> None:
+    gate = {"gate": {"metric": "exact_match", "min": 0.5}}
+    place = Place(RunState.TRAINING, spec={"evaluation": gate}, callback_url="http://callback")
+    commit(place, exact_match=0.1)
+    assert looked(place) == "SUCCEEDED"
+    outcome = place.record.outcome
+    assert place.record.state is RunState.TEARING_DOWN
+    assert outcome is not None
+    assert outcome.error is not None
+    assert (outcome.state, outcome.error.error_class) == (RunState.FAILED, ErrorClass.GATE)
+
+
+def test_a_run_that_is_served_goes_on_after_its_training() -> None:
+    place = Place(RunState.TRAINING, callback_url="http://callback")
+    commit(place, exact_match=0.9)
+    assert looked(place) == "SUCCEEDED"
+    assert (place.record.state, place.record.outcome) == (RunState.TRAINING, None)
+
+
+def test_a_teardown_by_an_old_record_ends_no_run_of_another_execution() -> None:
+    place = with_job(Place(RunState.TEARING_DOWN, outcome=FAILED))
+    changed = elsewhere(place).update(RUN, lambda record: record.model_copy(update={"execution": "another"}))
+    assert torn_down(place) == "SUPERSEDED"
+    assert (place.record.state, place.events) == (changed.state, [])
+
+
+def torn_down(place: Place) -> str:
+    return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED, ends=True).status
+
+
+def with_job(place: Place) -> Place:
+    entry = LedgerEntry(kind="job", name=f"df-{RUN}-a1", attempt=1, state=ResourceState.CREATED, intended=NOW)
+    place.store.update(RUN, lambda record: record.model_copy(update={"resources": [entry]}))
+    return place
+
+
+def test_a_teardown_that_lasts_is_announced_at_once_and_its_end_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = with_job(Place(RunState.TRAINING))
+    answers = iter([False, False, True])
+    monkeypatch.setattr(place.platform, "teardown", lambda *_: next(answers))
+    assert torn_down(place) == "PENDING"
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN"]
+    assert [torn_down(place), torn_down(place)] == ["PENDING", "ENDED"]
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
+
+
+def test_a_teardown_that_fails_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = with_job(Place(RunState.TRAINING))
+
+    def refuse(*_: Any) -> bool:
+        raise CloudError(ErrorClass.PERMISSION, "not allowed")
+
+    monkeypatch.setattr(place.platform, "teardown", refuse)
+    with pytest.raises(CloudError, match="not allowed"):
+        torn_down(place)
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN"]
+
+
+def test_a_short_teardown_is_announced_with_its_end() -> None:
+    place = with_job(Place(RunState.TRAINING))
+    assert torn_down(place) == "ENDED"
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
+
+
 def test_the_record_of_a_failed_run_says_why_and_its_end_is_told() -> None:
     place = Place(RunState.TEARING_DOWN)
     error = RunError(error_class=ErrorClass.DATA, message="3 rows")
     assert notify(place.context, RUN, ME, RunState.FAILED, error).status == "NOTIFIED"
     assert (place.record.state, place.record.error) == (RunState.FAILED, error)
-    assert [event["state"] for event in place.events] == ["FAILED"]
+    assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
     assert json.loads(place.store.read(names.report_object(RUN)).data)["state"] == "FAILED"
 
 

@@ -14,6 +14,7 @@ from .context import Cloud
 # Answers after which a callback needs no retry. 404: the execution has ended; 429: a request waits in the callback's
 # slot already, so the execution will wake.
 SETTLED = frozenset({200, 404, 409, 410, 429})
+TAKEN = frozenset({200, 429})  # answers of a callback whose execution has not ended
 # States of an execution that has not ended. The API does not know whether the last two have ended.
 LIVE = frozenset({"ACTIVE", "QUEUED", "UNAVAILABLE", "STATE_UNSPECIFIED"})
 LONGEST_PAGE = 1000  # executions without arguments and results
@@ -92,13 +93,13 @@ def _newest_live(cloud: Cloud, workflow: str, labels: dict[str, str], since: dat
     return None
 
 
-def wake(cloud: Cloud, callback_url: str, body: dict[str, Any]) -> bool:
-    """Wake the execution that waits at `callback_url`. False: the request did not reach the execution; try again.
+def wake(cloud: Cloud, callback_url: str, body: dict[str, Any]) -> int:
+    """Wake the execution that waits at `callback_url`; the status of the answer. If it is not in SETTLED, try again.
 
     The body is a hint for people who read the execution's history: the workflow calls `inspect` for the facts.
     """
     response = cloud.clients.callbacks().post(callback_url, json=body, timeout=TIMEOUT_SECONDS)
-    return response.status_code in SETTLED
+    return int(response.status_code)
 
 
 def _id(execution: Any) -> str:

@@ -121,8 +121,14 @@ class RunStore:
 
         For questions that an old record can answer, such as whether a message belongs to this run at all.
         """
+        return self.known(run) or self.find(run)
+
+    def known(self, run: str) -> Record | None:
+        """The record as this process has last read or written it; None if it has not. It may be old: whoever acts on
+        it ends with a conditional write, which then reads the present record.
+        """
         known = self._known.get(names.record_object(run))
-        return self.find(run) if known is None else known.content
+        return None if known is None else known.content
 
     def update(self, run: str, change: Callable[[Record], Record]) -> Record:
         """Apply `change` to the record, again after each conflict; `change` must have no side effects.

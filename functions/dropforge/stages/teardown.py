@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Literal
 
+from dropforge.base.errors import CloudError
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
@@ -47,22 +48,30 @@ def teardown(
     another execution can end the run if this execution does not. `ends`: the run ends with this outcome as soon as
     its resources are gone; workflows from before 2026-11-24 call `notify` for that.
     """
-    record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
+    known = context.store.known(run)
+    if known is not None and ends and _is_entered(known, execution, outcome):
+        record = known  # the write of the end decides whether it still is
+    else:
+        record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
     if record.execution != execution:
         return superseded(record)
     if ends and record.state.is_terminal:
         return _told(context, record)  # an earlier call has ended the run
-    if scope == "run" and record.state is RunState.TEARING_DOWN:
-        announce(context, record, RunState.TEARING_DOWN)
     while True:
         is_kept = keep_endpoint and record.cancel_requested is None
-        deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        try:
+            deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        except CloudError:
+            _announce(context, record, scope)
+            raise
         if deleted.remaining or not ends or outcome is None or record.ledger is None:
             note_gone(context, run, deleted)
         if deleted.remaining:
+            _announce(context, record, scope)
             return _pending(context, record, scope, deleted.remaining)
         context.log("gone", stage="teardown", run=run, scope=scope)
         if not ends or outcome is None:
+            _announce(context, record, scope)
             return _gone(context, record, is_kept)
         record = _end(context, record, outcome, is_kept, deleted.gone)
         if record.execution != execution:
@@ -70,6 +79,12 @@ def teardown(
         if record.state.is_terminal:
             return _told(context, record)
         # A user has cancelled the run since the function looked: the endpoint must go, too.
+
+
+def _announce(context: Context, record: Record, scope: Scope) -> None:
+    """Announce a teardown that this call does not end. The announcement of an end includes its teardown."""
+    if scope == "run" and record.state is RunState.TEARING_DOWN:
+        announce(context, record, RunState.TEARING_DOWN)
 
 
 def _gone(context: Context, record: Record, is_kept: bool) -> Gone:
@@ -127,6 +142,15 @@ def _without_waiting_attempt(record: Record, now: datetime) -> Record:
     if latest is None or latest.ended or latest.running or latest.seen or record.state is not RunState.PROVISIONING:
         return record
     return record.with_stop(latest.number, now)
+
+
+def _is_entered(record: Record, execution: str, outcome: Outcome | None) -> bool:
+    """Whether an execution needs to write nothing before it deletes: `inspect`, or an earlier call, has written it.
+
+    A run that is torn down gets no further resource, so its ledger lists all that is to be deleted, however old it is.
+    """
+    is_noted = record.outcome is not None and record.outcome == outcome
+    return record.execution == execution and record.state is RunState.TEARING_DOWN and is_noted
 
 
 def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:

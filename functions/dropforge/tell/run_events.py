@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from dropforge.base.errors import CloudError, ErrorClass
@@ -22,9 +24,12 @@ UNKNOWN = "UNKNOWN"  # the state in the answer to a request about no run
 def announce(context: Context, record: Record, state: RunState) -> None:
     """Publish a run event for `state`, which the record has entered. A repeated event has the same id.
 
-    Raises CloudError for a terminal state only: a failed event must delay neither the training nor its teardown.
+    The request for an end also has the event for TEARING_DOWN, which a short teardown leaves to its end. Raises
+    CloudError for a terminal state only: a failed event must delay neither the training nor its teardown.
     """
-    problem = publish(context, state_event(record, state, context.settings, context.now()))
+    is_torn_down = state.is_terminal and any(t.state is RunState.TEARING_DOWN for t in record.history)
+    states = [RunState.TEARING_DOWN, state] if is_torn_down else [state]
+    problem = publish(context, *(state_event(record, each, context.settings, context.now()) for each in states))
     if problem and state.is_terminal:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
@@ -102,25 +107,43 @@ def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
     publish(context, event)
 
 
-def publish(context: Context, event: RunEvent) -> str:
-    """Publish a run event, unless this process has published it; return the problem, or "".
+def publish(context: Context, *events: RunEvent) -> str:
+    """Publish run events in one request, but for those that this process has published.
 
-    A stage announces its state at each call, every few seconds while it waits: `context.published` avoids the repeats.
+    Returns the problem of the last event, or "". A stage announces its state at each call, every few seconds while it
+    waits: `context.published` avoids the repeats.
     """
-    if event.id in context.published:
-        return ""
+    sent = [(event, _sent(context, event)) for event in events if event.id not in context.published]
+    problems = {event.id: problem for event, wait in sent if (problem := _outcome(context, event, wait))}
+    return problems.get(events[-1].id, "")
+
+
+def _sent(context: Context, event: RunEvent) -> Callable[[], object]:
+    """Hand an event to the publisher; what waits for the answer, and raises if there is none."""
     data, attributes = run_event_message(event)
     topic = context.settings.topic(context.settings.run_events_topic)
-    failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
-    publisher = context.cloud.clients.publisher()
     try:
-        publisher.publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+        future = context.cloud.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes)
+    except client_errors() as error:
+        return partial(_raise, error)
+    return partial(future.result, PUBLISH_TIMEOUT_SECONDS)
+
+
+def _outcome(context: Context, event: RunEvent, wait: Callable[[], object]) -> str:
+    """Wait until an event is published; the problem, or ""."""
+    failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
+    try:
+        wait()
     except failures as error:
         problem = f"the run event {event.id} could not be published: {error or type(error).__name__}"
         context.log(problem, stage="notify", run=event.run, severity="ERROR")
         return problem
     context.published.add(event.id)
     return ""
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _details(record: Record, entered: Transition, now: datetime) -> dict[str, Any]:

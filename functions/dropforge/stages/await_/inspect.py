@@ -16,7 +16,7 @@ from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, Progress, read_job_event
-from dropforge.run.record import MAX_REASON, Notice, Record, RunError, RunState
+from dropforge.run.record import MAX_REASON, Notice, Outcome, Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waiting, failed, superseded
@@ -38,6 +38,10 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     def note_callback(record: Record) -> Record:
         return _with_callback(record, execution, attempt, callback_url)
 
+    known = store.known(run)
+    is_known = known is not None and _is_waiting(known, execution, attempt) and note_callback(known) is known
+    if known is not None and is_known and (manifest := _manifest_of(context, known)):
+        return _succeeded(context, known, store.spec(run), manifest)
     record = store.update(run, note_callback)
     if record.execution != execution or record.state.is_terminal or record.attempt != attempt:
         return superseded(record)
@@ -48,7 +52,7 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
         return failed(ErrorClass.CANCELLED, _cancelled(record, status))
     asked = context.now()
     try:
-        manifest, status, heard, verdict = _look(context, record, spec)
+        manifest, status, heard, verdict = _look(context, record, spec, is_missing=is_known)
     except DropforgeError as error:
         return failed(ErrorClass.CODE, str(error), "the training image and the functions are of different versions")
     if manifest is not None:
@@ -63,10 +67,36 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     return _continue(context, record, attempt, spec, status, heard, verdict)
 
 
-def _look(context: Context, record: Record, spec: JobSpec) -> tuple[Manifest | None, Status | None, Heard, Verdict]:
-    """The manifest, the status in the cloud, the events, and the verdict. Raises DropforgeError for unreadable data."""
+def _is_waiting(record: Record, execution: str, attempt: int) -> bool:
+    """Whether an execution waits for an attempt that nothing has ended."""
+    is_open = not record.state.is_terminal and record.cancel_requested is None
+    return is_open and record.execution == execution and record.attempt == attempt
+
+
+def _manifest_of(context: Context, record: Record) -> Manifest | None:
+    """The manifest of a run whose record may be old: it needs no present record, because a conditional write follows.
+
+    None also for a manifest that needs the present record: one that nobody can read, and one of a machine that serves.
+    """
+    spec = context.store.spec(record.run)
+    if spec.serve is not None and spec.serve.keeps_machine:
+        return None
+    storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
+    try:
+        return read_manifest(storage, bucket, record.run, context.store.key(record.run))
+    except DropforgeError:
+        return None
+
+
+def _look(
+    context: Context, record: Record, spec: JobSpec, *, is_missing: bool
+) -> tuple[Manifest | None, Status | None, Heard, Verdict]:
+    """The manifest, the status in the cloud, the events, and the verdict. Raises DropforgeError for unreadable data.
+
+    `is_missing`: there was no manifest a moment ago.
+    """
     storage, bucket, key = context.cloud.clients.storage(), context.settings.runs_bucket, context.store.key(record.run)
-    manifest = read_manifest(storage, bucket, record.run, key)
+    manifest = None if is_missing else read_manifest(storage, bucket, record.run, key)
     if manifest is not None:  # it decides alone
         return manifest, None, Heard(), Verdict()
     status = _status(context, record, spec)
@@ -226,25 +256,58 @@ def _note_waiting(context: Context, record: Record, status: Status | None, *, st
     context.store.update(record.run, lambda latest: latest.with_running(attempt.number, since))
 
 
-def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manifest) -> Succeeded:
-    store, attempt = context.store, record.attempt
+def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manifest) -> Succeeded | Superseded:
+    """Note the success in the record, which may be old. A run that ends with it begins its teardown in this write."""
+    store, attempt, execution = context.store, record.attempt, record.execution
+    gate = _gate(spec, manifest.metrics)
+    outcome = _outcome(spec, gate)
     odd = {name: value for name, value in manifest.metrics.items() if value is not None and not math.isfinite(value)}
     metrics: dict[str, float | None] = {**manifest.metrics, **dict.fromkeys(odd)}  # JSON has neither NaN nor infinities
 
+    def is_current(latest: Record) -> bool:
+        return latest.execution == execution and latest.attempt == attempt and not latest.state.is_terminal
+
     def change(latest: Record) -> Record:
+        if not is_current(latest):
+            return latest
         trained = _in_training(latest, attempt, context.now()).with_end(attempt, None, context.now())
-        return trained.model_copy(update={"metrics": metrics})
+        return _in_teardown(trained.model_copy(update={"metrics": metrics}), outcome, context.now())
 
     if spec.serve is not None and spec.serve.keeps_machine:  # before the workflow tears down the attempt
         launch = launch_of(record, spec, context.settings)
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
-    record = _tell_training(context, record, attempt, spec, is_over=True)
+    if not is_current(record):
+        return superseded(record)
+    _tell_training(context, _before_teardown(record), attempt, spec, is_over=True)
     for notice in (_truncation(spec, metrics), _not_finite(odd)):
         if notice is not None:
             record = warn(context, record, spec, notice)
-    return Succeeded(serve=spec.serve is not None, gate=_gate(spec, manifest.metrics))
+    return Succeeded(serve=spec.serve is not None, gate=gate)
+
+
+def _outcome(spec: JobSpec, gate: Gate) -> Outcome | None:
+    """The outcome of a run that ends with the success of its attempt; None if its endpoint follows."""
+    if not gate.passed:
+        return Outcome(state=RunState.FAILED, error=gate.error)
+    return None if spec.serve else Outcome(state=RunState.SUCCEEDED)
+
+
+def _in_teardown(record: Record, outcome: Outcome | None, now: datetime) -> Record:
+    """The record of a run that ends with its training in teardown, as `teardown` would write it.
+
+    A cancel leaves that to `teardown`.
+    """
+    if outcome is None or record.cancel_requested or record.state is not RunState.TRAINING:
+        return record
+    return record.model_copy(update={"outcome": record.outcome or outcome}).entered(RunState.TEARING_DOWN, now)
+
+
+def _before_teardown(record: Record) -> Record:
+    """The record of a run in teardown as it was when it trained, for the message of that."""
+    is_after = record.state is RunState.TEARING_DOWN
+    return record.model_copy(update={"state": RunState.TRAINING}) if is_after else record
 
 
 def _not_finite(odd: dict[str, float]) -> Notice | None:

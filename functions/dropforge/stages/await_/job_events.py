@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater, first_problem
-from dropforge.cloud.executions import wake
+from dropforge.cloud.executions import SETTLED, TAKEN, wake
 from dropforge.context import Context
 from dropforge.run.events import MAX_JOB_EVENT_BYTES, JobEvent, parse_job_event
 from dropforge.run.proof import EVENT_NAME, is_proved
@@ -32,7 +32,10 @@ def receive_job_event(context: Context, data: bytes, claimed_proof: object) -> N
         context.log("malformed job event", stage="await", severity="WARNING", problem=problem)
         return
     store = context.store
-    if not _is_of(store.recall(event.run), event) and not _is_of(store.find(event.run), event):
+    known = store.recall(event.run)
+    if not _is_of(known, event):
+        known = store.find(event.run)
+    if known is None or not _is_of(known, event):
         message = "job event without a running attempt"
         context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
         return
@@ -45,11 +48,7 @@ def receive_job_event(context: Context, data: bytes, claimed_proof: object) -> N
     )
     if event.type not in WAKING:
         return
-    # Read the callback after keeping the event. `inspect` notes its callback before it reads events, so that at least
-    # one of the two functions sees the other.
-    record = store.record(event.run)
-    if record.callback_url:
-        _wake(context, record.callback_url, event)
+    _wake_run(context, event, known.callback_url)
 
 
 def _is_of(record: Record | None, event: JobEvent) -> bool:
@@ -57,12 +56,28 @@ def _is_of(record: Record | None, event: JobEvent) -> bool:
     return record is not None and not record.state.is_terminal and event.attempt == record.attempt
 
 
-def _wake(context: Context, callback_url: str, event: JobEvent) -> None:
-    """Wake the execution, also on a second delivery: the first may have crashed between keeping and waking."""
+def _wake_run(context: Context, event: JobEvent, known: str | None) -> None:
+    """Wake the execution, also on a second delivery: the first may have crashed between keeping and waking.
+
+    All attempts of an execution have one callback, so the one that this process knows costs no request. It may be that
+    of an execution that has ended, whose run another execution has taken over: then it takes no request, and the record
+    is read. That happens after the event is kept, and `inspect` notes its callback before it reads events: at least one
+    of the two functions sees the other.
+    """
+    status = _wake(context, event, known) if known else None
+    if status in TAKEN:
+        return
+    present = context.store.record(event.run).callback_url
+    if present and present != known:
+        status = _wake(context, event, present)
+    if present and status not in SETTLED:
+        raise RetryLater(f"the callback of run {event.run} did not take the event")
+
+
+def _wake(context: Context, event: JobEvent, callback_url: str) -> int:
+    """The status of the answer. Raises RetryLater without an answer."""
     body = {"type": event.type, "attempt": event.attempt, "sequence": event.sequence}
     try:
-        if wake(context.cloud, callback_url, body):
-            return
+        return wake(context.cloud, callback_url, body)
     except requests.RequestException as error:
         raise RetryLater(f"the callback of run {event.run} could not be reached: {type(error).__name__}") from error
-    raise RetryLater(f"the callback of run {event.run} did not take the event")
