@@ -78,12 +78,15 @@ PATHS = {
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
     r"GET /v3/projects/[^/]+/timeSeries": "monitoring.projects.timeSeries.list",
     r"GET /v3/projects/[^/]+/alerts": "monitoring.projects.alerts.list",
+    r"GET /dns/v1/projects/[^/]+/managedZones/[^/]+/rrsets": "dns.resourceRecordSets.list",
+    r"POST /dns/v1/projects/[^/]+/managedZones/[^/]+/changes": "dns.changes.create",
+    r"GET /dns/v1/projects/[^/]+/managedZones/[^/]+/changes/[^/]+": "dns.changes.get",
     r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }
 EXCHANGE = "POST /v1/token"  # of an account's own token, which needs no permission
 # Other services need no permission of Google Cloud.
-NO_API = re.compile(rf"POST /(slack|channels)/|{EXCHANGE}$")
+NO_API = re.compile(rf"POST /(slack|channels)/|GET /dns/_authority|{EXCHANGE}$")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "endpoint_objects": re.compile(r"endpoints/"),
