@@ -232,6 +232,10 @@ def _methods_of(call: dict[str, Any]) -> list[str]:
         called.append(f"{called[0]} (with startExecutionToken)")
     if called[0].endswith(".services.patch") and "template" in call.get("fields", ()):
         called.append(f"{called[0]} (with a template)")
+    if called[0] == "dns.changes.create":
+        parts = ("additions" in call["fields"], "deletions" in call["fields"])
+        what = {(True, False): "a new record", (True, True): "a changed record", (False, True): "a deleted record"}
+        called.append(f"dns.changes.create ({what[parts]})")
     if "dataDisks" in call.get("fields", ()):
         called.append("tpu.projects.locations.nodes.create (with a data disk)")
     return [path + call.get("on", ""), *called]
@@ -269,6 +273,8 @@ def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
         roles = {address: f"{address.partition('@')[0].rpartition('-')[2]}_account" for address in call["acts_as"]}
         assert roles, call
         return sorted(roles.values())
+    if permission.startswith("dns."):
+        return ["dns_zone"]
     if permission.startswith("artifactregistry."):
         return ["registry"]
     if permission.startswith("secretmanager."):

@@ -53,7 +53,7 @@ def change_record(cloud: Cloud, record: str, read: dict[str, Any] | None, addres
     """
     parent, name, kind = _parts(record)
     wanted = {"name": name, "type": kind, "ttl": TTL_SECONDS, "rrdatas": [address]}
-    body = {"deletions": [_data(read)] if read else [], "additions": [wanted] if address else []}
+    body = ({"deletions": [_data(read)]} if read else {}) | ({"additions": [wanted]} if address else {})
     try:
         change = _call(cloud, "POST", f"{parent}/changes", body=body)
         deadline = cloud.clock.monotonic() + WAIT_SECONDS
