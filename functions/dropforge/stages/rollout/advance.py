@@ -303,16 +303,6 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     return None
 
 
-def _drain_left(context: Context, record: EndpointRecord, mine: Rollout) -> float:
-    """How many seconds the revision before must still answer, where the platform cannot tell when it has ended."""
-    seconds_ = context.platforms.named(record.type).drain_seconds(context.cloud)
-    if not seconds_ or record.stable == mine.revision:
-        return 0.0
-    moved = context.endpoints.update(record.name, lambda r: r.has_moved(mine.id, context.now())).rollout(mine.id).moved
-    assert moved is not None, "it was noted"
-    return seconds_ - (context.now() - moved).total_seconds()
-
-
 def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Give the revision before every request again. An endpoint that has none is deleted."""
     if not _serves_again(context, record, mine):
@@ -339,6 +329,16 @@ def _serves_again(context: Context, record: EndpointRecord, mine: Rollout) -> bo
                 raise
             context.log(f"the endpoint is deleted: {gone.message}", stage="rollout", severity="WARNING")
     return server.delete(context.cloud, record.service)
+
+
+def _drain_left(context: Context, record: EndpointRecord, mine: Rollout) -> float:
+    """How many seconds the revision before must still answer, where the platform cannot tell when it has ended."""
+    seconds_ = context.platforms.named(record.type).drain_seconds(context.cloud)
+    if not seconds_ or record.stable == mine.revision:
+        return 0.0
+    moved = context.endpoints.update(record.name, lambda r: r.has_moved(mine.id, context.now())).rollout(mine.id).moved
+    assert moved is not None, "it was noted"
+    return seconds_ - (context.now() - moved).total_seconds()
 
 
 def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
