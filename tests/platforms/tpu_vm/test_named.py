@@ -71,7 +71,7 @@ def test_a_deployment_without_a_zone_refuses_names_with_the_price() -> None:
     spec = parse_spec(json.dumps(SPEC).encode())
     with_image = replace(SETTINGS, serve_vllm_tpu_image="i@sha256:1")
     (problem,) = serve.missing(spec, with_image)
-    assert (problem.pointer, "0.20 USD a month" in problem.expected) == ("/serve/endpoint", True)
+    assert (problem.pointer, "0.20 USD a month" in str(problem.expected)) == ("/serve/endpoint", True)
     assert list(serve.missing(spec, replace(with_image, endpoint_domain="a.b"))) == []
 
 
@@ -80,9 +80,14 @@ def moved(shift: Callable[..., Any], *, address: str, read: str | None) -> list[
     node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2)
     record = None if read is None else {"name": "n.", "type": "A", "ttl": 5, "rrdatas": [read]}
     changed: list[Any] = []
+
+    def change(_: Any, name: str, old: Any, new: str) -> bool:
+        changed.append((name, old, new))
+        return True
+
     with (
         patch.object(dns, "find_record", lambda *_: record),
-        patch.object(dns, "change_record", lambda _, name, old, new: bool(changed.append((name, old, new)) or True)),
+        patch.object(dns, "change_record", change),
         patch.object(tpu, "find_node", lambda *_: node),
     ):
         shift()
