@@ -21,6 +21,7 @@ resource "google_project_service" "api" {
     "cloudtrace.googleapis.com",
     "compute.googleapis.com",
     "container.googleapis.com",
+    "dns.googleapis.com",
     "eventarc.googleapis.com",
     "eventarcpublishing.googleapis.com",
     "iam.googleapis.com",

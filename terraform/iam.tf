@@ -8,6 +8,7 @@ locals {
     length(var.ephemeral_cluster_regions) == 0 ? ["nodes_account", "own_clusters"] : [],
     length(var.tpu_regions) == 0 ? ["tpus"] : [],
     var.otlp_endpoint == "https://telemetry.googleapis.com" ? [] : ["traces"],
+    var.endpoint_domain == "" ? ["dns_zone"] : [],
   )
 
   _accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
@@ -166,6 +167,14 @@ resource "google_artifact_registry_repository_iam_member" "grant" {
   location   = google_artifact_registry_repository.images.location
   role       = google_project_iam_custom_role.grant[each.key].id
   member     = google_service_account.account[each.value.account].member
+}
+
+resource "google_dns_managed_zone_iam_member" "grant" {
+  for_each = { for key, grant in local.grants : key => grant if grant.scope == "dns_zone" }
+
+  managed_zone = google_dns_managed_zone.endpoints[0].name
+  role         = google_project_iam_custom_role.grant[each.key].id
+  member       = google_service_account.account[each.value.account].member
 }
 
 # Attempts and servers from before the upgrade of 2026-11-24 reach the runs bucket by their own account (docs/upgrade.md).

@@ -106,6 +106,17 @@ variable "deletion_protection" {
   default     = true
 }
 
+variable "endpoint_domain" {
+  description = "Domain of the private DNS zone with the names of endpoints on TPU VMs, such as models.example.internal. Only clients in the VPC resolve it. The zone costs 0.20 USD a month; empty: no zone, and specs with such an endpoint are refused."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = var.endpoint_domain == "" || can(regex("^[a-z][a-z0-9]*(\\.[a-z][a-z0-9]*)+$", var.endpoint_domain)) && length(var.endpoint_domain) <= 63
+    error_message = "The endpoint_domain must have two labels of lower-case letters and digits at least, and 63 characters at most."
+  }
+}
+
 variable "endpoint_key_secret" {
   description = "Secret with the API key that endpoints on GKE and TPU VMs demand; empty: every client of the network may call them. It needs a version before a spec with such an endpoint is accepted."
   type        = string

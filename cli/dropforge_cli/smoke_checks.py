@@ -66,7 +66,7 @@ BY_HAND = (
     "callback-again", "request-source", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate",
     "image-installs", "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account",
     "dns-endpoint", "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
-    "driver-libraries", "kept-code", "ray-workers", "pod-sizes", "tpu-shutdown",
+    "name-on-tpu-vms", "driver-libraries", "kept-code", "ray-workers", "pod-sizes", "tpu-shutdown",
     "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
     "dead-letter-topic", "internal-workflows", "alert-labels", "service-agents", "wait-reason",
     "data-buckets-elsewhere", "dashboard",

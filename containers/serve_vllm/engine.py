@@ -188,15 +188,19 @@ def vllm_argv(
 ) -> list[str]:
     """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
-    closing = ["--shutdown-timeout", str(settings.drain_seconds), "--middleware", CLOSING]
-    drain = closing if settings.drain_seconds else []  # vLLM cuts unfinished answers off otherwise
     served = [*_vllm_serve(settings, model, parsers), *vllm_flags(loaded)]
-    return [*served, "--load-format", "runai_streamer", *share, *drain]
+    return [*served, "--load-format", "runai_streamer", *share, *_drain(settings)]
 
 
 def vllm_tpu_argv(settings: Settings, directory: str, parsers: Parsers = NO_PARSERS) -> list[str]:
     """vLLM on TPU chips, in place of this process. The TPU build reads weights only from files."""
-    return _vllm_serve(settings, directory, parsers)
+    return [*_vllm_serve(settings, directory, parsers), *_drain(settings)]
+
+
+def _drain(settings: Settings) -> list[str]:
+    """The options by which vLLM finishes its answers at its end, each of which ends its connection."""
+    closing = ["--shutdown-timeout", str(settings.drain_seconds), "--middleware", CLOSING]
+    return closing if settings.drain_seconds else []  # vLLM cuts unfinished answers off otherwise
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:

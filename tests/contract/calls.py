@@ -78,12 +78,15 @@ PATHS = {
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
     r"GET /v3/projects/[^/]+/timeSeries": "monitoring.projects.timeSeries.list",
     r"GET /v3/projects/[^/]+/alerts": "monitoring.projects.alerts.list",
+    r"GET /dns/v1/projects/[^/]+/managedZones/[^/]+/rrsets": "dns.resourceRecordSets.list",
+    r"POST /dns/v1/projects/[^/]+/managedZones/[^/]+/changes": "dns.changes.create",
+    r"GET /dns/v1/projects/[^/]+/managedZones/[^/]+/changes/[^/]+": "dns.changes.get",
     r"POST /v1/traces": "telemetry.v1.traces.post",
     r"invoke": "a POST to the endpoint",
 }
 EXCHANGE = "POST /v1/token"  # of an account's own token, which needs no permission
 # Other services need no permission of Google Cloud.
-NO_API = re.compile(rf"POST /(slack|channels)/|{EXCHANGE}$")
+NO_API = re.compile(rf"POST /(slack|channels)/|GET /dns/_authority|{EXCHANGE}$")
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "endpoint_objects": re.compile(r"endpoints/"),
@@ -230,6 +233,10 @@ def _methods_of(call: dict[str, Any]) -> list[str]:
         called.append(f"{called[0]} (with startExecutionToken)")
     if called[0].endswith(".services.patch") and "template" in call.get("fields", ()):
         called.append(f"{called[0]} (with a template)")
+    if called[0] == "dns.changes.create":
+        parts = ("additions" in call["fields"], "deletions" in call["fields"])
+        what = {(True, False): "a new record", (True, True): "a changed record", (False, True): "a deleted record"}
+        called.append(f"dns.changes.create ({what[parts]})")
     if "dataDisks" in call.get("fields", ()):
         called.append("tpu.projects.locations.nodes.create (with a data disk)")
     return [path + call.get("on", ""), *called]
@@ -267,6 +274,8 @@ def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
         roles = {address: f"{address.partition('@')[0].rpartition('-')[2]}_account" for address in call["acts_as"]}
         assert roles, call
         return sorted(roles.values())
+    if permission.startswith("dns."):
+        return ["dns_zone"]
     if permission.startswith("artifactregistry."):
         return ["registry"]
     if permission.startswith("secretmanager."):

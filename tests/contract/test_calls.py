@@ -28,7 +28,7 @@ from dropforge_local.stack.functions_host import entry_points
 
 from ..deployments import clients
 from ..stack.conftest import NOOP_CONFIG, User, user_of
-from ..stack.named import KINDS
+from ..stack.named import EVERY, KINDS
 from ..stack.targets import PARTS, SERVES
 from .calls import ENDERS, Grant, Need, apis, grants, methods, needs, unmet, unused
 from .configuration import enabled_apis, permissions
@@ -88,6 +88,7 @@ UNUSED = {
     Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
+    Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
     Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",
     **{
@@ -171,7 +172,7 @@ def live(user: User) -> None:
             user.drop(user.spec(serve={**serve, "type": kind, "endpoint": f"on-{kind.replace('_', '-')}"}))
             for _ in range(3)
         ]
-        for kind, serve in ((kind, {**SERVES[kind], "price_usd_per_hour": 2}) for kind in KINDS)
+        for kind, serve in ((kind, {**SERVES[kind], "price_usd_per_hour": 2}) for kind in EVERY)
     }
     rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
     rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
@@ -213,8 +214,9 @@ def end_named(user: User, name: str, runs: list[str]) -> None:
         record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
     serves = endpoints.record(name).stable
-    user.publish("dropforge-operations", json.dumps({"rollback": name}).encode())
-    user.until(lambda: endpoints.record(name).stable != serves)
+    if endpoints.record(name).type in KINDS:
+        user.publish("dropforge-operations", json.dumps({"rollback": name}).encode())
+        user.until(lambda: endpoints.record(name).stable != serves)
     budget: dict[str, Any] = {"endpoint": name, "usd": 1e-6, "per": "month"}
     user.publish("dropforge-operations", json.dumps({"budget": budget}).encode())
     user.until(lambda: call(user, "sweep", {}) and endpoints.record(name).suspended)

@@ -17,6 +17,7 @@ from openai import OpenAI, OpenAIError
 from dropforge.base import names
 from dropforge.base.clock import Clock
 from dropforge.base.errors import NotFound as NoRecord
+from dropforge.cloud.dns import find_record
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
 from dropforge.endpoints.store import EndpointStore
 from dropforge.platforms.serving import endpoint_key
@@ -27,13 +28,15 @@ from .clusters import Clusters
 from .conftest import User
 
 OPERATIONS = "dropforge-operations"
-KINDS = ("cloud_run", "gke")  # the platforms with named endpoints
+KINDS = ("cloud_run", "gke")  # the platforms whose named endpoints keep the revision before
+EVERY = (*KINDS, "tpu_vm")  # the platforms with named endpoints
+ZONE = "us-west4-a"  # of endpoints on TPU VMs
 PARTS = 20  # of a stream: a second
 ENDED = tuple(state for state in RolloutState if state.is_terminal)
 
 
 class Named:
-    """A named endpoint that only one test uses, on one of KINDS."""
+    """A named endpoint that only one test uses, on one of EVERY."""
 
     def __init__(self, user: User, name: str = "", kind: str = "cloud_run") -> None:
         self.user = user
@@ -45,9 +48,14 @@ class Named:
     def record(self) -> EndpointRecord:
         return self.store.record(self.name)
 
+    @property
+    def place(self) -> dict[str, str]:
+        """The field of `serve` that says where, for a type whose place does not follow from the target."""
+        return {"zone": ZONE} if self.kind == "tpu_vm" else {}
+
     def put(self, behave: str = "succeed", **serve: Any) -> str:
         """Drop a spec whose model gets behind the name; return its run."""
-        serve = {"type": self.kind, "endpoint": self.name, **serve}
+        serve = {"type": self.kind, "endpoint": self.name, **self.place, **serve}
         return self.user.drop(self.user.spec(behave, serve=serve))
 
     def serves(self, behave: str = "succeed", **serve: Any) -> EndpointRecord:
@@ -85,10 +93,18 @@ class Named:
         record = self.record
         return {record.stable, record.previous} - {0} if self.kind == "gke" else {record.stable}
 
+    def machines(self) -> list[str]:
+        """The full names of the nodes of an endpoint on TPU VMs."""
+        parent = f"projects/{self.user.settings.project}/locations/{ZONE}"
+        nodes = clients.tpu().list_nodes(parent=parent)
+        return [node.name for node in nodes if node.labels.get(names.ENDPOINT_LABEL) == self.name]
+
     def service(self) -> Any:
         """The service of the endpoint in the cloud, or on GKE all its objects; None if there is none."""
         if self.kind == "gke":
             return Clusters(self.user.info).of_endpoint(self.name) or None
+        if self.kind == "tpu_vm":
+            return find_record(here().cloud, self.record.service) or self.machines() or None
         try:
             return clients.run_services().get_service(name=self.record.service)
         except NotFound:
@@ -99,6 +115,8 @@ class Named:
         if self.kind == "gke":
             listed = Clusters(self.user.info).of_endpoint(self.name)
             return {name.rpartition("/")[2] for name in listed if "/deployments/" in name}
+        if self.kind == "tpu_vm":
+            return {name.rpartition("/")[2] for name in self.machines()}
         listed = clients.run_revisions().list_revisions(parent=self.record.service)
         return {revision.name.rpartition("/")[2] for revision in listed}
 
@@ -109,6 +127,10 @@ class Named:
                 with suppress(HTTPError):  # a pod may go with its Deployment
                     Clusters(self.user.info).delete(name)
             self.user.until(lambda: self.service() is None)
+        elif self.kind == "tpu_vm":
+            for name in self.machines():
+                queued = name.replace("/nodes/", "/queuedResources/")
+                clients.tpu().delete_queued_resource({"name": queued, "force": True}).result(timeout=60)
         else:
             clients.run_services().delete_service(name=self.record.service).result(timeout=60)
 

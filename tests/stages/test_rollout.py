@@ -47,10 +47,15 @@ class Platform:
     """A platform that does at once what it is told, or what `answers` says for a verb. `calls` are the changes."""
 
     keeps_instances = False
+    keeps_revisions = True
+    drain = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.answers: dict[str, Any] = {}
+
+    def drain_seconds(self, cloud: Any) -> int:
+        return self.drain
 
     def deploy(self, cloud: Any, candidate: Any, shares: list[Share], fence: Callable[[], None]) -> Any:
         return self._do("deploy", shares, fence, Reached("df-new", "https://new", URL))

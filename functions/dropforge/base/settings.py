@@ -46,6 +46,9 @@ class Settings:
     operations_topic: str = ""  # the topic of operators, who may cancel any run
     console_topic: str = ""  # of the console's account, which says who requests; "": no console says that
     rollout_workflow: str = ""  # of named endpoints; "": specs with `serve.endpoint` are refused
+    endpoint_domain: str = ""  # of the private zone with the names of endpoints on TPU VMs; "": they have no names
+    endpoint_zone: str = ""  # the managed zone of that domain in Cloud DNS
+    endpoint_drain_seconds: int = 305  # from a change of such a name until the machine before is deleted: 5 s + 300 s
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
     access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
     dead_letter_subscriptions: str = ""  # separated by commas: the events that no function could handle

@@ -17,6 +17,7 @@ module does.
     SMTP_EMULATOR_HOST             host:port          (the same for a mail server)
     TELEMETRY_EMULATOR_HOST        http://host:port   (Google Cloud's Telemetry API)
     MONITORING_EMULATOR_HOST       http://host:port   (Cloud Monitoring)
+    DNS_EMULATOR_HOST              http://host:port   (Cloud DNS)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
 Each SDK is imported when its client is first made: an import costs 0.3-0.6 s and 60-70 MB, and most functions need one
@@ -226,6 +227,27 @@ class Clients:
         """A requests session that may call Cloud Monitoring, and the URL below which its API is: for one call."""
         endpoint = self.environment.get("MONITORING_EMULATOR_HOST", "https://monitoring.googleapis.com")
         return self._session("MONITORING_EMULATOR_HOST"), f"{endpoint}/v3"
+
+    @_once
+    def dns(self) -> tuple[Any, str]:
+        """A requests session that may call Cloud DNS, and the URL below which its API is: for three calls."""
+        endpoint = self.environment.get("DNS_EMULATOR_HOST", "https://dns.googleapis.com")
+        return self._session("DNS_EMULATOR_HOST"), f"{endpoint}/dns/v1"
+
+    def authority_of(self, host: str, port: int) -> str:
+        """host:port at which clients reach a server by a name of Cloud DNS.
+
+        On the local stack nobody resolves such names: the emulator forwards connections from a port of its own.
+        """
+        emulator = self.environment.get("DNS_EMULATOR_HOST")
+        if not emulator:
+            return f"{host}:{port}"
+        from .sessions import loopback_session
+
+        query = {"host": host, "port": str(port)}
+        answer = loopback_session().get(f"{emulator}/dns/_authority", params=query, timeout=TIMEOUT_SECONDS)
+        answer.raise_for_status()
+        return str(answer.json()["authority"])
 
     def _kubernetes(self, host: str, authority: str) -> Any:
         """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.

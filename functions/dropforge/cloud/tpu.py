@@ -49,6 +49,7 @@ class Machine:
     metadata: Mapping[str, str]
     data_disk: str = ""
     tags: tuple[str, ...] = ()
+    request: str = ""  # the id of what requests the machine, where the same name may be requested again
 
 
 def server_variables(environment: Iterable[Mapping[str, str]], chips: int) -> str:
@@ -86,7 +87,7 @@ def queued_request(machine: Machine) -> dict[str, Any]:
     return {
         "parent": parent,
         "queuedResourceId": name,
-        "requestId": request_id(name, "queued-resource"),
+        "requestId": request_id(f"{name}/{machine.request}" if machine.request else name, "queued-resource"),
         "queuedResource": queued,
     }
 
@@ -122,6 +123,11 @@ def find_machine(cloud: Cloud, machine: Machine) -> tuple[Any, Any]:
     client = cloud.clients.tpu()
     queued = _find(client.get_queued_resource, machine.queued) if machine.queued else None
     return queued, _find(client.get_node, machine.node)
+
+
+def find_node(cloud: Cloud, name: str) -> Any:
+    """The Node; None if it does not exist. Raises errors of the client."""
+    return _find(cloud.clients.tpu().get_node, name)
 
 
 def list_queued(cloud: Cloud) -> Iterator[Entry]:

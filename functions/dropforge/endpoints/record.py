@@ -153,6 +153,7 @@ class Rollout(Stored):
 
     `model` is what it takes from a shared endpoint, by its name. `run` is the run whose model is put there, or taken.
 
+    `moved` is when every request went to the revision: where platforms need it, the one before then ends its answers.
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
     """
@@ -174,6 +175,7 @@ class Rollout(Stored):
     error: RunError | None = None
     canary: Canary | None = None
     watched: datetime | None = None
+    moved: datetime | None = None
     seen: Seen | None = None
     ends: str = ""
     model: str = ""
@@ -456,20 +458,32 @@ class EndpointRecord(Stored):
         found = self.rollout(rollout)
         return self.with_rollout(found.model_copy(update={"watched": found.watched or now}))
 
+    def has_moved(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record with the time at which every request went to the revision of a rollout; a noted time stays."""
+        found = self.rollout(rollout)
+        return self.with_rollout(found.model_copy(update={"moved": found.moved or now}))
+
     def shifts(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision gets every request."""
         found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
         return self.with_rollout(found.model_copy(update={"deadline": deadline, "wait_reason": ""}))
 
     def promoted(
-        self, rollout: str, url: str, expires: datetime | None, now: datetime, keeps_instances: bool = False
+        self,
+        rollout: str,
+        url: str,
+        expires: datetime | None,
+        now: datetime,
+        keeps_instances: bool = False,
+        keeps_revisions: bool = True,
     ) -> EndpointRecord:
         """This record after the revision of a rollout got every request.
 
         `keeps_instances`: the revision before keeps its instances, which cost money until it is deleted.
+        `keeps_revisions`: a rollback can promote the revision before.
         """
         new, old = self.rollout(rollout).revision, self.stable
-        previous = old if old != new else self.previous
+        previous = (old if old != new else self.previous) if keeps_revisions else 0
         paid = {new, previous} if keeps_instances else {new}
         changed = self.paying(paid, now).with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
         update = {"stable": new, "previous": previous, "url": url, "expires": expires}

@@ -86,10 +86,15 @@ class NamedServer(Protocol):
     """A place that has named endpoints. Verbs raise CloudError when a Google API refuses or fails.
 
     `service` is the full resource name of the endpoint's service, which `service_name` gives. No verb moves a share
-    but `shift`. `keeps_instances`: a revision without a share keeps its instances, which cost money.
+    but `shift`. `keeps_instances`: a revision without a share keeps its instances, which cost money. `keeps_revisions`:
+    a revision without a share can be promoted again, and a suspended endpoint keeps its resources.
     """
 
     keeps_instances: bool
+    keeps_revisions: bool
+
+    def drain_seconds(self, cloud: Cloud) -> int:
+        """How long the revision before must stay after `shift`: for clients that have its address, and its answers."""
 
     def region(self, deployment: Deployment) -> str:
         """The region of the endpoint."""

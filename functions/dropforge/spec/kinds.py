@@ -152,7 +152,7 @@ class ServeSpec(_Typed):
     endpoint: EndpointName | None = Field(
         default=None,
         description="The name of an endpoint that outlives the run. The model of the run replaces the model behind the "
-        "endpoint's URL. Only serve.type cloud_run and gke take a name so far. Default: the run has its own endpoint.",
+        "endpoint's URL. Only serve.type cloud_run, gke and tpu_vm take a name. Default: the run has its own endpoint.",
     )
     canary: Canary | None = Field(
         default=None,
@@ -203,8 +203,7 @@ class ServeSpec(_Typed):
             return self
         if not self.takes_names:
             able = [cls.type_name() for cls in registry.classes("serve") if cls.takes_names]
-            message = f"serve.type {self.type} cannot put a model behind a name yet"
-            raise Wrong("/endpoint", message, self.endpoint, f"serve.type {' or '.join(able)}, or no name")
+            raise Wrong("/endpoint", self.no_name(), self.endpoint, f"serve.type {' or '.join(able)}, or no name")
         if not names.is_endpoint_name(self.endpoint):
             reserved = ", ".join(sorted(names.RESERVED_ENDPOINTS))
             raise Wrong("/endpoint", "the name is reserved", self.endpoint, f"neither {reserved} nor a run id")
@@ -223,6 +222,15 @@ class ServeSpec(_Typed):
         if self.canary is not None:
             message = "a shared endpoint has no canary: its other models would be split, too"
             raise Wrong("/canary", message, f"{self.canary.percent} percent", "no canary, or share false")
+
+    def why_unnamed(self, settings: Settings) -> str:
+        """Why this deployment cannot put a model of this endpoint's type behind a name; "" if it can."""
+        return ""
+
+    @classmethod
+    def no_name(cls) -> str:
+        """Why an endpoint of this type has no name, for one whose `takes_names` is False."""
+        return f"serve.type {cls.type_name()} cannot put a model behind a name"
 
     @classmethod
     def no_canary(cls) -> str:

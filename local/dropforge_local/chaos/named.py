@@ -66,6 +66,7 @@ class NamedCloud:
     """
 
     keeps_instances = False
+    keeps_revisions = True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -73,6 +74,9 @@ class NamedCloud:
         self.bad: set[str] = set()
 
     # The protocol of named endpoints
+
+    def drain_seconds(self, cloud: Cloud) -> int:
+        return 0
 
     def region(self, deployment: Deployment) -> str:
         return LOCATION

@@ -21,6 +21,7 @@ _PLACE = "projects/{project}/locations/{location}"
 _ON: Mapping[str, str] = {
     "google_artifact_registry_repository_iam_member": f"{_PLACE}/repositories/{{repository}}",
     "google_cloud_run_v2_service_iam_member": f"{_PLACE}/services/{{name}}",
+    "google_dns_managed_zone_iam_member": "projects/{project}/managedZones/{managed_zone}",
     "google_iap_web_cloud_run_service_iam_member": (
         "projects/{project}/iap_web/cloud_run-{location}/services/{cloud_run_service_name}"
     ),

@@ -22,6 +22,7 @@ CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
 ENDPOINT_KEY_SECRET = "dropforge-endpoint-key"
+ENDPOINT_DOMAIN, ENDPOINT_ZONE = "models.example.internal", "dropforge-endpoints"
 TELEMETRY_API = "https://telemetry.googleapis.com"
 # Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
 # and each secret that a user creates.
@@ -29,6 +30,7 @@ VARIABLES: dict[str, Any] = {
     "cluster_regions": [LOCATION],
     "console_viewers": ["domain:example.com"],
     "data_buckets": ["*"],
+    "endpoint_domain": ENDPOINT_DOMAIN,
     "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
     "otlp_endpoint": TELEMETRY_API,
@@ -112,6 +114,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "GITHUB_EMULATOR_HOST": f"{http}/channels/github",
         "TELEMETRY_EMULATOR_HOST": http,
         "MONITORING_EMULATOR_HOST": http,
+        "DNS_EMULATOR_HOST": http,
         "DROPFORGE_EMULATOR_TOKEN": token,
         "DROPFORGE_PROJECT": PROJECT,
         "DROPFORGE_LOCATION": LOCATION,
@@ -119,6 +122,9 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
         "DROPFORGE_WORKFLOW": WORKFLOW,
         "DROPFORGE_ROLLOUT_WORKFLOW": ROLLOUT_WORKFLOW,
+        "DROPFORGE_ENDPOINT_DOMAIN": ENDPOINT_DOMAIN,
+        "DROPFORGE_ENDPOINT_ZONE": ENDPOINT_ZONE,
+        "DROPFORGE_ENDPOINT_DRAIN_SECONDS": "8",  # 5 s of the record, and 3 s for answers
         "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
         "DROPFORGE_OPERATIONS_TOPIC": OPERATIONS,
         "DROPFORGE_CONSOLE_TOPIC": CONSOLE,

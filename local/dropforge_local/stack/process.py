@@ -36,6 +36,7 @@ from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.cloudrun.permissions import INVOKE
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
+from dropforge_local.emulators.dns import DnsEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
 from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
@@ -145,7 +146,7 @@ class Stack:
         self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.channels, self.telemetry,
-            self.monitoring,
+            self.monitoring, self.dns,
             self.compute, self.tpu, self.cloudrun, self.kubernetes, self.gke, self.workflows, self.crash,
             Certificates(self.identity), Tokens(self.identity, _caller_of),
         ]  # fmt: skip
@@ -167,6 +168,12 @@ class Stack:
         self.slack = SlackSink(self.db, self.clock)
         self.channels = ChannelSink(self.db, self.clock)
         self.telemetry = TelemetryEmulator(self.db, self.clock, PROJECT)
+        self.dns = DnsEmulator(
+            self.db,
+            self.clock,
+            f"projects/{PROJECT}/managedZones/{deployment.ENDPOINT_ZONE}",
+            deployment.ENDPOINT_DOMAIN,
+        )
 
     def _build_compute(self) -> None:
         """The emulators that run containers, and the disks of TPU VMs and of clusters."""

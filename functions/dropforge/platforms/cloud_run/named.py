@@ -47,6 +47,10 @@ class NamedService:
     """See `NamedServer` for the contract of each verb."""
 
     keeps_instances = False  # without a share, a revision scales to zero
+    keeps_revisions = True
+
+    def drain_seconds(self, cloud: Cloud) -> int:
+        return 0
 
     def region(self, deployment: Deployment) -> str:
         return CloudRunService().region(deployment)

@@ -55,6 +55,10 @@ class NamedDeployments:
     """See `NamedServer` for the contract of each verb."""
 
     keeps_instances = True
+    keeps_revisions = True
+
+    def drain_seconds(self, cloud: Cloud) -> int:
+        return 0
 
     def region(self, deployment: Deployment) -> str:
         return region_of(deployment.spec)

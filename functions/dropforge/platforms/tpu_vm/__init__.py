@@ -24,6 +24,8 @@ PLATFORM = Platform(
         Serving(
             spec=TpuVmServe,
             adapter="dropforge.platforms.tpu_vm.serve:TpuVmServer",
+            named="dropforge.platforms.tpu_vm.named:NamedTpuVms",
+            kinds=("dns.googleapis.com/ResourceRecordSet",),
             permissions=(
                 Permission("deploy", "server_account", "iam.serviceAccounts.actAs"),
                 Permission("deploy", "tpus", "tpu.nodes.create"),
@@ -32,5 +34,5 @@ PLATFORM = Platform(
         ),
         Serving(spec=TrainingVmServe, adapter="dropforge.platforms.tpu_vm.training_vm:TrainingVm", start_seconds=240),
     ),
-    services=("compute", "tpu"),
+    services=("compute", "dns", "tpu"),
 )

@@ -8,11 +8,12 @@ https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import tpu
+from dropforge.cloud import dns, tpu
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
@@ -30,6 +31,7 @@ from .written import read_written
 READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
+CLOCKS_DIFFER = timedelta(seconds=2)  # of the machine and of Cloud TPU, at the most
 _HINTS = {
     ErrorClass.STOCKOUT: "serve in another zone, on other capacity, or raise serve.startup_timeout",
     ErrorClass.PREEMPTED: "serve on capacity that Google does not preempt: on_demand, or a reservation",
@@ -53,7 +55,10 @@ class TpuVmServer:
         return tpu.resources(self.machine(deployment))
 
     def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
-        wanted = self.machine(deployment)
+        return self.advance(cloud, deployment, self.machine(deployment))
+
+    def advance(self, cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> str | Waits:
+        """Advance towards a machine that serves the deployment's model; its URL once its server answers."""
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
         answer: str | Waits = Waits(being_created(wanted))
         while cloud.clock.monotonic() < deadline:
@@ -86,12 +91,16 @@ class TpuVmServer:
         return node is not None
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        lists = (tpu.list_queued, tpu.list_nodes)
+        records = (dns.list_records,) if cloud.settings.endpoint_domain else ()
+        lists = (tpu.list_queued, tpu.list_nodes, *records)
         is_used = bool(cloud.settings.serve_vllm_tpu_image)
         resources = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
-        yield from (resource for resource in resources if names.EXPIRES_LABEL in resource.labels)
+        yield from (each for each in resources if {names.EXPIRES_LABEL, names.ENDPOINT_LABEL} & each.labels.keys())
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
+        if kind == dns.RECORD:
+            read = dns.find_record(cloud, name)
+            return read is None or dns.change_record(cloud, name, read, "")
         return tpu.delete(cloud, kind, name)
 
     def machine(self, deployment: Deployment) -> tpu.Machine:
@@ -177,16 +186,19 @@ def is_healthy(cloud: Cloud, url: str) -> bool:
 def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
     """The machine's status, its URL, and the failure that its startup script has written."""
     queued, node = tpu.find_machine(cloud, wanted)
-    reported = None if node is None else _reported(cloud, deployment)
+    reported = None if node is None else _reported(cloud, deployment, node.create_time)
     return status_of(queued, node, wanted), url_of(node), reported
 
 
-def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
-    """The failure that the startup script of the endpoint's machine has written; None without one."""
+def _reported(cloud: Cloud, deployment: Deployment, since: datetime) -> CloudError | None:
+    """The failure that the startup script of the endpoint's machine has written; None without one.
+
+    A machine that served the model before may have failed, too: what was written before `since` is of another machine.
+    """
     run, bucket = deployment.run, deployment.settings.runs_bucket
     name = names.server_object(run, "status.json")
     written = read_written(cloud, bucket, name, run, attempt=0, key=deployment.run_key)
-    if written is None or written.error_class is None:
+    if written is None or written.error_class is None or written.time < since - CLOCKS_DIFFER:
         return None
     hint = f"see gs://{bucket}/{names.server_object(run, 'startup.log')}"
     return CloudError(written.error_class, written.message, hint)

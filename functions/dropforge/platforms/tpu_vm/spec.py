@@ -167,6 +167,10 @@ class TrainingVmServe(OneMachine):
     def machine(self, job: JobSpec) -> Machine:
         return job.target.machine
 
+    @classmethod
+    def no_name(cls) -> str:
+        return f"{super().no_name()}: the machine is its run's, and is deleted with what the run leaves"
+
     def check(self, job: JobSpec) -> None:
         if not isinstance(job.target, TpuVmTarget):
             expected = "target.type 'tpu_vm', or another endpoint"
@@ -175,6 +179,8 @@ class TrainingVmServe(OneMachine):
 
 class TpuVmServe(OneMachine):
     """A vLLM endpoint on its own Cloud TPU VM of one machine. Only clients in the VPC reach it."""
+
+    takes_names = True
 
     type: Literal["tpu_vm"] = Field(description="A separate Cloud TPU VM.")
     accelerator_type: str = Field(
@@ -228,7 +234,22 @@ class TpuVmServe(OneMachine):
         if zone is None and isinstance(job.target, TpuVmTarget):
             zone = job.target.placements[0].zone
         if zone is not None:
-            yield _demand(self.accelerator_type, zone, self.capacity)
+            yield _demand(self.accelerator_type, zone, self.capacity, 2 if self.is_named else 1)
+
+    def why_unnamed(self, settings: Settings) -> str:
+        if not settings.endpoint_domain:
+            return "this deployment has no private zone for the names of endpoints (Terraform: endpoint_domain)"
+        return ""
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        yield from super().missing(job, settings)
+        if self.endpoint and (problem := self.why_unnamed(settings)):
+            expected = "no name, or a domain in endpoint_domain and `make deploy`: 0.20 USD a month"
+            yield SpecProblem("/serve/endpoint", problem, self.endpoint, expected)
+
+    @classmethod
+    def no_canary(cls) -> str:
+        return f"serve.type {cls.type_name()} cannot give a model a share of the requests: a name has one address"
 
 
 def _machine(accelerator_type: str, disk_gib: int, disk_field: str = "") -> Machine:
@@ -252,9 +273,9 @@ def _larger_machines(accelerator_type: str) -> list[str]:
     return [name for name in sorted(TPU_VMS, key=memory) if memory(name) > memory(accelerator_type)]
 
 
-def _demand(accelerator_type: str, zone: str, capacity: str) -> Demand:
+def _demand(accelerator_type: str, zone: str, capacity: str, machines: int = 1) -> Demand:
     chips, quota = TPU_VMS[accelerator_type].chips, tpu_vm_quota(accelerator_type, zone, capacity)
-    return Demand(accelerator_type, chips, zone, quota, capacity, listed_by="tpu")
+    return Demand(accelerator_type, chips * machines, zone, quota, capacity, listed_by="tpu")
 
 
 def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:

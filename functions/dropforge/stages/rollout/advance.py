@@ -303,12 +303,16 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     shares = _shares(record, mine.revision, other)
     if not server.shift(context.cloud, record.service, shares, _fence(context, record, mine)):
         return _wait(context, record, mine, "the requests are being moved to the revision")
+    if record.stable and (left := _drain_left(context, record, mine)) > 0:
+        return Pending(wait_seconds=left)
     found = server.find(context.cloud, record.service, mine.revision)
     if found is None:
         raise CloudError(ErrorClass.CONFIG, f"revision {mine.revision} does not exist any more")
     url, expires, now, keeps = found.endpoint_url, _expiry(context, record, mine), context.now(), server.keeps_instances
     sealed = _sealed(context, record, mine)
-    changed = context.endpoints.update(record.name, lambda r: sealed(r).promoted(mine.id, url, expires(r), now, keeps))
+    changed = context.endpoints.update(
+        record.name, lambda r: sealed(r).promoted(mine.id, url, expires(r), now, keeps, server.keeps_revisions)
+    )
     prune(context, changed)
     return None
 
@@ -339,6 +343,16 @@ def _serves_again(context: Context, record: EndpointRecord, mine: Rollout) -> bo
                 raise
             context.log(f"the endpoint is deleted: {gone.message}", stage="rollout", severity="WARNING")
     return server.delete(context.cloud, record.service)
+
+
+def _drain_left(context: Context, record: EndpointRecord, mine: Rollout) -> float:
+    """How many seconds the revision before must still answer, where the platform cannot tell when it has ended."""
+    seconds_ = context.platforms.named(record.type).drain_seconds(context.cloud)
+    if not seconds_ or record.stable == mine.revision:
+        return 0.0
+    moved = context.endpoints.update(record.name, lambda r: r.has_moved(mine.id, context.now())).rollout(mine.id).moved
+    assert moved is not None, "it was noted"
+    return seconds_ - (context.now() - moved).total_seconds()
 
 
 def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:

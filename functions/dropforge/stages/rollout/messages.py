@@ -60,6 +60,10 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
         if spec.serve is None or not spec.serve.takes_names:
             found = "has no `serve`" if spec.serve is None else f"serves on {spec.serve.type}"
             raise Refused(f"the spec of run {record.run} {found}", "docs/endpoints.md lists where endpoints have names")
+        if problem := spec.serve.why_unnamed(context.settings):
+            raise Refused(
+                f"the spec of run {record.run} serves on {spec.serve.type}: {problem}", "docs/endpoints.md#tpu-vms"
+            )
         if not names.is_endpoint_name(endpoint):
             raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
         canary = _canary(arguments, spec.serve)

@@ -103,6 +103,9 @@ def go_back(context: Context, endpoint: str, rollout: str, who: str, topic: str)
 
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
+        if not context.platforms.named(latest.type).keeps_revisions:
+            message = f"endpoint {endpoint} is on serve.type {latest.type}, which keeps no machine for a rollback"
+            raise Refused(message, f"`dropforge serve RUN --as {endpoint}` starts a machine for the model of any run")
         _check_money(context, latest)
         if latest.current is None and not latest.previous:
             raise Refused(nothing_before(latest), f"`dropforge serve RUN --as {endpoint}` serves the model of any run")

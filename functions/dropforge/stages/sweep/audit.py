@@ -114,6 +114,8 @@ def _expected(platforms: Platforms, record: EndpointRecord) -> list[str]:
     """The names of the resources without which an endpoint does not serve."""
     serving = record.serving
     assert serving is not None, "the caller passes only endpoints that serve"
+    if record.suspended and not platforms.named(record.type).keeps_revisions:
+        return []
     return platforms.named(record.type).resources(record.service, serving.revision)
 
 

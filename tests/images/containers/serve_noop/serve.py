@@ -24,7 +24,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
-# Of Cloud Run, or of the Deployment whose pod this is.
+# Of Cloud Run or a TPU VM, or of the Deployment whose pod this is.
 REVISION = os.environ.get("K_REVISION") or os.environ.get("HOSTNAME", "").rpartition("-")[0].rpartition("-")[0]
 DRAINS = "DROPFORGE_DRAIN_SECONDS" in os.environ
 PROMPT, ANSWER = [2, 10], [7, 8]  # the ids of every prompt, and of the answers of a model without adapters

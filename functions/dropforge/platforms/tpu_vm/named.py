@@ -1,0 +1,201 @@
+"""Named endpoints on TPU VMs: an address record in a private zone of Cloud DNS, which points to one machine.
+
+A TPU VM has an address of its own, and is no member of an instance group, so no load balancer has it as a backend. A
+new machine is checked at its own address; then the record changes, by a change of which the old data is the
+precondition. Clients may use the old address for the record's ttl, so the machine before stays until they cannot, and
+until its answers have ended. A revision ends a connection with each answer, so that its clients resolve the name again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud import dns, tpu
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed
+from dropforge.platforms.named import (
+    Candidate,
+    Counted,
+    Fence,
+    Reached,
+    RevisionGone,
+    Share,
+    check_owner,
+    no_fence,
+    owner_labels,
+    revision_labels,
+)
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import Waits
+
+from .serve import TpuVmServer, machine, url_of
+from .spec import TpuVmServe
+
+DRAIN_SECONDS = 20  # for unfinished answers of a server that ends early, as on Spot capacity
+NEVER = 4102444800  # 2100-01-01: the record says when an endpoint ends, and its expiry moves
+LOOK_SECONDS = 1.0
+GONE_WAIT_SECONDS = 20.0  # the wait of one call for the end of machines
+
+
+class NamedTpuVms:
+    """See `NamedServer` for the contract of each verb."""
+
+    keeps_instances = False
+    keeps_revisions = False
+
+    def __init__(self) -> None:
+        self._server = TpuVmServer()
+
+    def drain_seconds(self, cloud: Cloud) -> int:
+        return cloud.settings.endpoint_drain_seconds
+
+    def region(self, deployment: Deployment) -> str:
+        return self._server.region(deployment)
+
+    def service_name(self, deployment: Deployment) -> str:
+        return dns.record_name(deployment.settings, deployment.endpoint, self.region(deployment))
+
+    def deploy(
+        self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
+    ) -> Reached | Waits:
+        # It moves no request, so nobody asks the fence: a revision that is made too late is pruned.
+        found = self._start(cloud, candidate)
+        if isinstance(found, Waits):
+            return found
+        service = self.service_name(candidate.deployment)
+        return self.find(cloud, service, candidate.number) or Waits("the machine has no address yet")
+
+    def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
+        revision = names.named_revision(_endpoint(service), number)
+        node = _node(cloud, _node_name(service, revision))
+        if node is None or (url := url_of(node)) is None:
+            return None
+        authority = cloud.clients.authority_of(dns.host_of(service), tpu.SERVER_PORT)
+        return Reached(revision, url, f"http://{authority}")
+
+    def resources(self, service: str, revision: str) -> list[str]:
+        return [service, _node_name(service, revision)]
+
+    def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        (wanted,) = (share.revision for share in shares if share.percent)
+        node = _node(cloud, _node_name(service, wanted))
+        if node is None:
+            raise RevisionGone(f"the machine of revision {wanted} does not exist any more")
+        if not node.network_endpoints:
+            return False
+        address = str(node.network_endpoints[0].ip_address)
+        read = dns.find_record(cloud, service)
+        if read is not None and read["rrdatas"] == [address]:
+            return True
+        fence()
+        return dns.change_record(cloud, service, read, address)
+
+    def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
+        raise CloudError(ErrorClass.CONFIG, TpuVmServe.no_canary(), "every request at once: `--canary none`")
+
+    def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
+        try:
+            for part in _parts(cloud, service):
+                number = names.revision_number(part.name, _endpoint(service))
+                if number is not None and number <= last and part.name.rpartition("/")[2] not in kept:
+                    tpu.delete(cloud, part.kind, part.name)
+        except CloudError as error:
+            message = f"revisions of {service} are not pruned: {error.message}"
+            cloud.log(message, stage="rollout", severity="WARNING")
+
+    def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
+        fence()
+        return self.delete(cloud, service)  # the name stays in the endpoint's record; only machines cost money
+
+    def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
+        fence()
+        return not isinstance(self._start(cloud, candidates[0]), Waits)
+
+    def delete(self, cloud: Cloud, service: str) -> bool:
+        # The record goes first: another machine of the network may get the address.
+        read = dns.find_record(cloud, service)
+        if read is not None and not dns.change_record(cloud, service, read, ""):
+            return False
+        deadline = cloud.clock.monotonic() + GONE_WAIT_SECONDS
+        while remaining := list(_parts(cloud, service)):
+            for part in remaining:
+                tpu.delete(cloud, part.kind, part.name)
+            if cloud.clock.monotonic() > deadline:
+                return False
+            cloud.clock.sleep(LOOK_SECONDS)
+        return True
+
+    def _start(self, cloud: Cloud, candidate: Candidate) -> str | Waits:
+        """The URL of a revision's machine once it answers at its own address. Raises CloudError if it never will."""
+        wanted = machine_of(candidate)
+        _check_owner(cloud, wanted, candidate)
+        return self._server.advance(cloud, candidate.deployment, wanted)
+
+
+def machine_of(candidate: Candidate) -> tpu.Machine:
+    """The machine of a revision. A rollout that resumes the endpoint requests it anew: its request has an own id."""
+    deployment, name = candidate.deployment, names.named_revision(candidate.endpoint, candidate.number)
+    own = machine(deployment)
+    variables = {"DROPFORGE_DRAIN_SECONDS": DRAIN_SECONDS, "K_REVISION": name}  # the second as on Cloud Run
+    lines = [own.metadata["dropforge-env"], *(f"{key}={value}" for key, value in variables.items())]
+    return replace(
+        own,
+        node=f"{own.node.rpartition('/')[0]}/{name}",
+        queued=own.queued and f"{own.queued.rpartition('/')[0]}/{name}",
+        labels=revision_labels(candidate),
+        metadata={**own.metadata, "dropforge-env": "\n".join(lines), "dropforge-deadline": str(NEVER)},
+        request=candidate.rollout,
+    )
+
+
+def _check_owner(cloud: Cloud, wanted: tpu.Machine, candidate: Candidate) -> None:
+    """Raise CloudError if a machine of that name is not of this endpoint, or is of a revision that no record knows."""
+    if (node := _node(cloud, wanted.node)) is not None:
+        check_owner(wanted.node, dict(node.labels), candidate.deployment.settings, candidate.endpoint)
+
+
+def _node(cloud: Cloud, name: str) -> Any:
+    """A node that is not being deleted; None without one. Raises CloudError."""
+    from google.cloud.tpu_v2 import Node
+
+    try:
+        node = tpu.find_node(cloud, name)
+    except client_errors() as error:
+        raise classify(error) from error
+    return None if node is None or node.state == Node.State.DELETING else node
+
+
+def _parts(cloud: Cloud, service: str) -> Iterator[Listed]:
+    """The queued resources and nodes of an endpoint. Raises CloudError if a zone could not be listed."""
+    owner = owner_labels(cloud.settings, _endpoint(service)).items()
+    for each in (*_entries(cloud, tpu.list_queued), *_entries(cloud, tpu.list_nodes)):
+        if isinstance(each, CloudError):
+            if f"/{_zone(service)}" in each.message:
+                raise each
+        elif owner <= each.labels.items():
+            yield each
+
+
+def _entries(cloud: Cloud, list_zones: Any) -> list[Any]:
+    try:
+        return list(list_zones(cloud))
+    except client_errors() as error:
+        raise classify(error) from error
+
+
+def _endpoint(service: str) -> str:
+    return dns.host_of(service).split(".")[0]
+
+
+def _zone(service: str) -> str:
+    return dns.host_of(service).split(".")[1]
+
+
+def _node_name(service: str, revision: str) -> str:
+    return f"projects/{service.split('/')[1]}/locations/{_zone(service)}/nodes/{revision}"

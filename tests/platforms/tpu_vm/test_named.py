@@ -1,0 +1,119 @@
+"""Named endpoints on TPU VMs: what a revision's machine is, and when its name may move. The verbs run on the real stack
+in tests/stack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from dropforge.base.clock import utc_now
+from dropforge.base.errors import Conflict
+from dropforge.cloud import dns, tpu
+from dropforge.platforms.named import Candidate, RevisionGone, Share
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.tpu_vm.named import NamedTpuVms, machine_of
+from dropforge.platforms.tpu_vm.serve import machine
+from dropforge.platforms.tpu_vm.spec import TpuVmServe
+from dropforge.spec import parse_spec
+
+from ...deployments import SETTINGS
+
+SERVER = NamedTpuVms()
+DOMAIN = replace(SETTINGS, endpoint_domain="models.example.internal", endpoint_zone="names")
+SPEC: dict[str, Any] = {
+    "api_version": "dropforge/v1",
+    "name": "sql",
+    "model": {"source": "owner/tiny-1m"},
+    "dataset": {"source": "owner/data"},
+    "target": {"type": "cloud_run", "accelerator": "nvidia-l4", "placements": [{"region": "us-central1"}]},
+    "serve": {"type": "tpu_vm", "zone": "us-west4-a", "endpoint": "text-to-sql"},
+}
+SERVICE = "projects/x/managedZones/names/rrsets/text-to-sql.us-west4-a.models.example.internal./A"
+NODE = "projects/x/locations/us-west4-a/nodes/df-r2-text-to-sql"
+
+
+def candidate(number: int = 2, rollout: str = "r-1") -> Candidate:
+    spec = parse_spec(json.dumps(SPEC).encode())
+    return Candidate(rollout, number, Deployment("run-1", spec, DOMAIN, utc_now(), endpoint="text-to-sql"))
+
+
+def test_the_machine_of_a_revision_has_its_own_name_and_no_end() -> None:
+    own, made = machine(candidate().deployment), machine_of(candidate())
+    assert (made.node, made.queued) == (NODE, NODE.replace("/nodes/", "/queuedResources/"))
+    assert made.labels["dropforge-endpoint"] == "text-to-sql"
+    assert "dropforge-expires" not in made.labels
+    assert int(made.metadata["dropforge-deadline"]) > int(own.metadata["dropforge-deadline"])
+    lines = made.metadata["dropforge-env"].splitlines()
+    assert "DROPFORGE_DRAIN_SECONDS=20" in lines
+    assert set(own.metadata["dropforge-env"].splitlines()) < set(lines)
+
+
+def test_a_machine_that_is_requested_again_is_another_request() -> None:
+    """Cloud TPU would answer a repeated request with what became of the first."""
+    ids = [tpu.queued_request(machine_of(candidate(rollout=name)))["requestId"] for name in ("r-1", "r-1", "r-2")]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_the_name_has_the_zone_and_the_domain() -> None:
+    assert SERVER.service_name(candidate().deployment) == SERVICE
+    assert dns.host_of(SERVICE) == "text-to-sql.us-west4-a.models.example.internal"
+    assert SERVER.resources(SERVICE, "df-r2-text-to-sql") == [SERVICE, NODE]
+
+
+def test_a_deployment_without_a_zone_refuses_names_with_the_price() -> None:
+    serve = TpuVmServe(type="tpu_vm", zone="us-west4-a", endpoint="text-to-sql")
+    spec = parse_spec(json.dumps(SPEC).encode())
+    with_image = replace(SETTINGS, serve_vllm_tpu_image="i@sha256:1")
+    (problem,) = serve.missing(spec, with_image)
+    assert (problem.pointer, "0.20 USD a month" in str(problem.expected)) == ("/serve/endpoint", True)
+    assert list(serve.missing(spec, replace(with_image, endpoint_domain="a.b"))) == []
+
+
+def moved(shift: Callable[..., Any], *, address: str, read: str | None) -> list[Any]:
+    """Call `shift` with a node at an address and a record with another one; return what the record was changed to."""
+    node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2)
+    record = None if read is None else {"name": "n.", "type": "A", "ttl": 5, "rrdatas": [read]}
+    changed: list[Any] = []
+
+    def change(_: Any, name: str, old: Any, new: str) -> bool:
+        changed.append((name, old, new))
+        return True
+
+    with (
+        patch.object(dns, "find_record", lambda *_: record),
+        patch.object(dns, "change_record", change),
+        patch.object(tpu, "find_node", lambda *_: node),
+    ):
+        shift()
+    return changed
+
+
+SHARES = [Share("df-r2-text-to-sql", 2, 100), Share("df-r1-text-to-sql", 1, 0)]
+CLOUD: Any = SimpleNamespace(settings=DOMAIN)
+
+
+def test_the_change_has_the_record_that_was_read_as_its_precondition() -> None:
+    shift = lambda: SERVER.shift(CLOUD, SERVICE, SHARES)  # noqa: E731
+    ((name, old, new),) = moved(shift, address="10.0.0.2", read="10.0.0.1")
+    assert (name, old["rrdatas"], new) == (SERVICE, ["10.0.0.1"], "10.0.0.2")
+    assert moved(shift, address="10.0.0.2", read="10.0.0.2") == []
+    assert moved(shift, address="10.0.0.2", read=None) == [(SERVICE, None, "10.0.0.2")]
+
+
+def test_a_superseded_call_moves_no_name() -> None:
+    def fence() -> None:
+        raise Conflict("another call has taken the rollout further")
+
+    with pytest.raises(Conflict):
+        moved(lambda: SERVER.shift(CLOUD, SERVICE, SHARES, fence), address="10.0.0.2", read="10.0.0.1")
+
+
+def test_a_name_never_moves_to_a_machine_that_does_not_exist() -> None:
+    with patch.object(tpu, "find_node", lambda *_: None), pytest.raises(RevisionGone):
+        SERVER.shift(CLOUD, SERVICE, SHARES)
