@@ -13,16 +13,17 @@ from unittest.mock import patch
 import pytest
 
 from dropforge.base.clock import utc_now
-from dropforge.base.errors import Conflict
+from dropforge.base.errors import CloudError, Conflict
 from dropforge.cloud import dns, tpu
-from dropforge.platforms.named import Candidate, RevisionGone, Share
+from dropforge.cloud.listing import Listed
+from dropforge.platforms.named import Candidate, RevisionGone, Share, owner_labels
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.tpu_vm.named import NamedTpuVms, machine_of
 from dropforge.platforms.tpu_vm.serve import machine
 from dropforge.platforms.tpu_vm.spec import TpuVmServe
 from dropforge.spec import parse_spec
 
-from ...deployments import SETTINGS
+from ...deployments import SETTINGS, cloud_with
 
 SERVER = NamedTpuVms()
 DOMAIN = replace(SETTINGS, endpoint_domain="models.example.internal", endpoint_zone="names")
@@ -117,3 +118,65 @@ def test_a_superseded_call_moves_no_name() -> None:
 def test_a_name_never_moves_to_a_machine_that_does_not_exist() -> None:
     with patch.object(tpu, "find_node", lambda *_: None), pytest.raises(RevisionGone):
         SERVER.shift(CLOUD, SERVICE, SHARES)
+
+
+def machines_of(endpoint: str, *numbers: int) -> list[Listed]:
+    """The nodes of some revisions of an endpoint, as a list of the zone has them."""
+    nodes = [f"{NODE.rpartition('/')[0]}/df-r{number}-{endpoint}" for number in numbers]
+    return [Listed(tpu.NODE, node, owner_labels(DOMAIN, endpoint)) for node in nodes]
+
+
+@pytest.fixture
+def deleted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The machines that are deleted; two endpoints have some in the zone, and the record of the first exists."""
+    names: list[str] = []
+
+    def delete(cloud: Any, kind: str, name: str) -> bool:
+        names.append(name.rpartition("/")[2])
+        return True
+
+    def nodes(_: Any) -> list[Listed]:
+        found = [*machines_of("text-to-sql", 1, 2, 3), *machines_of("text-to-sql-b", 1)]
+        return [each for each in found if each.name.rpartition("/")[2] not in names]
+
+    monkeypatch.setattr(tpu, "delete", delete)
+    monkeypatch.setattr(tpu, "list_queued", lambda _: [])
+    monkeypatch.setattr(tpu, "list_nodes", nodes)
+    monkeypatch.setattr(dns, "find_record", lambda *_: {"rrdatas": ["10.0.0.1"]})
+    monkeypatch.setattr(dns, "change_record", lambda *_: True)
+    return names
+
+
+def test_only_machines_of_older_revisions_are_pruned(deleted: list[str]) -> None:
+    SERVER.prune(cloud_with(DOMAIN), SERVICE, {"df-r2-text-to-sql"}, 2)  # the third has begun meanwhile
+    assert deleted == ["df-r1-text-to-sql"]
+
+
+def test_the_end_of_an_endpoint_deletes_all_its_machines_and_no_others(deleted: list[str]) -> None:
+    assert SERVER.delete(cloud_with(DOMAIN), SERVICE)
+    assert deleted == ["df-r1-text-to-sql", "df-r2-text-to-sql", "df-r3-text-to-sql"]
+
+
+def test_no_machine_ends_before_its_name(deleted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine of the network may get the address, and would get the requests."""
+    monkeypatch.setattr(dns, "change_record", lambda *_: False)
+    assert not SERVER.delete(cloud_with(DOMAIN), SERVICE)
+    assert deleted == []
+
+
+def test_a_superseded_call_suspends_nothing(deleted: list[str]) -> None:
+    def fence() -> None:
+        raise Conflict("another call has taken the rollout further")
+
+    with pytest.raises(Conflict):
+        SERVER.suspend(cloud_with(DOMAIN), SERVICE, SHARES, fence)
+    assert deleted == []
+
+
+def test_a_machine_of_another_deployment_becomes_no_revision() -> None:
+    labels = {**owner_labels(DOMAIN, "text-to-sql"), "dropforge-deployment": "another"}
+    with (
+        patch.object(tpu, "find_node", lambda *_: SimpleNamespace(labels=labels, state=2)),
+        pytest.raises(CloudError, match=r"exists and belongs to .*another"),
+    ):
+        SERVER.deploy(cloud_with(DOMAIN), candidate(), SHARES)
