@@ -45,6 +45,7 @@ VARIABLES = {
     "console_submitters": ["domain:example.com", "user:sam@example.com"],
     "console_viewers": ["group:viewers@example.com"],
     "data_buckets": ["datasets"],
+    "endpoint_domain": "models.internal",
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
     "operators": ["group:ml-ops@example.com"],
@@ -605,6 +606,7 @@ def stored(policy: dict[str, Any]) -> dict[str, Any]:
 
 FUNCTION = "google_cloudfunctions2_function"
 BINDINGS = {
+    "google_dns_managed_zone_iam_member": "managed_zone",
     "google_artifact_registry_repository_iam_member": "repository",
     "google_project_iam_member": "project",
     "google_pubsub_topic_iam_member": "topic",
@@ -675,6 +677,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "nodes_account": [f"dropforge-nodes@{PROJECT}.iam.gserviceaccount.com"],
         "server_account": [f"dropforge-server@{PROJECT}.iam.gserviceaccount.com"],
         "registry": ["dropforge"],
+        "dns_zone": ["dropforge-endpoints"],
     }
     expected: dict[tuple[str, str], set[str]] = {}
     for account, body in permissions()["accounts"].items():
