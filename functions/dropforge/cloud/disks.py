@@ -13,9 +13,9 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError
 
 from .classify import classify, classify_text, client_errors
-from .clients import TIMEOUT_SECONDS
 from .context import Cloud
 from .listing import Entry, Listed, unreachable
+from .rest import call
 
 DISK = "compute.googleapis.com/Disk"
 WAIT_SECONDS = 5.0  # most disks are created, or deleted, within this time; a later call checks slower disks
@@ -30,7 +30,9 @@ def ensure_disk(cloud: Cloud, name: str, request: dict[str, Any]) -> bool:
     try:
         query = {"requestId": request["requestId"]}
         parent = name.rpartition("/")[0]
-        operation = None if _find(cloud, name) else _call(cloud, "POST", parent, query, request["disk"])
+        operation = (
+            None if _find(cloud, name) else call(cloud.clients.compute(), "POST", parent, query, request["disk"])
+        )
         deadline = cloud.clock.monotonic() + WAIT_SECONDS
         while True:
             disk = _find(cloud, name)
@@ -54,7 +56,7 @@ def list_disks(cloud: Cloud) -> Iterator[Entry]:
     page: dict[str, Any] = {"nextPageToken": ""}
     while "nextPageToken" in page:
         query["pageToken"] = page["nextPageToken"]
-        page = _call(cloud, "GET", f"projects/{project}/aggregated/disks", query)
+        page = call(cloud.clients.compute(), "GET", f"projects/{project}/aggregated/disks", query)
         for zone, scoped in page.get("items", {}).items():  # a zone without disks has a warning instead of `disks`
             for disk in scoped.get("disks", ()):
                 created = datetime.fromisoformat(disk["creationTimestamp"])
@@ -85,7 +87,7 @@ def _begin_to_delete(cloud: Cloud, name: str, disk: dict[str, Any]) -> bool:
     if disk.get("users"):
         return False
     try:
-        _call(cloud, "DELETE", name)
+        call(cloud.clients.compute(), "DELETE", name)
     except BadRequest as error:  # resourceInUseByAnotherResource
         if "already being used by" not in error.message:
             raise
@@ -97,28 +99,17 @@ def _find(cloud: Cloud, name: str) -> dict[str, Any] | None:
     from google.api_core.exceptions import NotFound
 
     try:
-        return _call(cloud, "GET", name)
+        return call(cloud.clients.compute(), "GET", name)
     except NotFound:
         return None
 
 
 def _operation(cloud: Cloud, disk: str, operation: dict[str, Any]) -> dict[str, Any]:
     parent = disk.rsplit("/disks/", 1)[0]
-    return _call(cloud, "GET", f"{parent}/operations/{operation['name']}")
+    return call(cloud.clients.compute(), "GET", f"{parent}/operations/{operation['name']}")
 
 
 def _raise_if_failed(operation: dict[str, Any]) -> None:
     for error in operation.get("error", {}).get("errors", ()):
         status = "RESOURCE_EXHAUSTED" if "EXHAUSTED" in error["code"] else "FAILED_PRECONDITION"
         raise classify_text(status, f"{error['code']}: {error.get('message', '')}")
-
-
-def _call(cloud: Cloud, verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
-    from google.api_core.exceptions import from_http_response
-
-    session, root = cloud.clients.compute()
-    response = session.request(verb, f"{root}/{path}", params=query, json=body, timeout=TIMEOUT_SECONDS)
-    if not response.ok:
-        raise from_http_response(response)
-    answer: dict[str, Any] = response.json()
-    return answer

@@ -14,9 +14,9 @@ from dropforge.base import names
 from dropforge.base.settings import Settings
 
 from .classify import classify, client_errors
-from .clients import TIMEOUT_SECONDS
 from .context import Cloud
 from .listing import Entry, Listed
+from .rest import call
 
 RECORD = "dns.googleapis.com/ResourceRecordSet"
 TTL_SECONDS = 5  # how long a client may use an address that it has resolved
@@ -40,7 +40,7 @@ def find_record(cloud: Cloud, record: str) -> dict[str, Any] | None:
     """The record set; None if it does not exist. Raises CloudError."""
     parent, name, kind = _parts(record)
     try:
-        found = _call(cloud, "GET", f"{parent}/rrsets", {"name": name, "type": kind})
+        found = call(cloud.clients.dns(), "GET", f"{parent}/rrsets", {"name": name, "type": kind})
     except client_errors() as error:
         raise classify(error) from error
     return next(iter(found.get("rrsets", ())), None)
@@ -55,11 +55,11 @@ def change_record(cloud: Cloud, record: str, read: dict[str, Any] | None, addres
     wanted = {"name": name, "type": kind, "ttl": TTL_SECONDS, "rrdatas": [address]}
     body = ({"deletions": [_data(read)]} if read else {}) | ({"additions": [wanted]} if address else {})
     try:
-        change = _call(cloud, "POST", f"{parent}/changes", body=body)
+        change = call(cloud.clients.dns(), "POST", f"{parent}/changes", body=body)
         deadline = cloud.clock.monotonic() + WAIT_SECONDS
         while change["status"] != "done" and cloud.clock.monotonic() < deadline:
             cloud.clock.sleep(LOOK_SECONDS)
-            change = _call(cloud, "GET", f"{parent}/changes/{change['id']}")
+            change = call(cloud.clients.dns(), "GET", f"{parent}/changes/{change['id']}")
     except client_errors() as error:
         if getattr(error, "code", None) in _LOST:
             cloud.log(f"{record} was changed by another caller: {error}", stage="rollout", severity="WARNING")
@@ -74,7 +74,7 @@ def list_records(cloud: Cloud) -> Iterator[Entry]:
     settings, query = cloud.settings, {"pageToken": ""}
     parent = _parts(record_name(settings, "", ""))[0]
     while True:
-        page = _call(cloud, "GET", f"{parent}/rrsets", query)
+        page = call(cloud.clients.dns(), "GET", f"{parent}/rrsets", query)
         for found in page.get("rrsets", ()):
             if found["type"] == "A":
                 labels = {
@@ -97,14 +97,3 @@ def _parts(record: str) -> tuple[str, str, str]:
 
 def _data(read: dict[str, Any]) -> dict[str, Any]:
     return {key: read[key] for key in ("name", "type", "ttl", "rrdatas")}
-
-
-def _call(cloud: Cloud, verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
-    from google.api_core.exceptions import from_http_response
-
-    session, root = cloud.clients.dns()
-    response = session.request(verb, f"{root}/{path}", params=query, json=body, timeout=TIMEOUT_SECONDS)
-    if not response.ok:
-        raise from_http_response(response)
-    answer: dict[str, Any] = response.json()
-    return answer
