@@ -1,8 +1,8 @@
-"""What vLLM compiled when a server of a run started, kept in the bucket for the next start of a server of that run.
+"""Keep the code that vLLM compiles when a server of a run starts: the next server of that run gets it from the bucket.
 
-What is kept is code, and the next start runs it. So a server reads and writes below the prefix of its own run only
+The next start runs this code. So a server reads and writes only below the prefix of its own run
 (dropforge/stages/access.py), and may create an archive but never replace it. vLLM's own key has the address of the
-model, so it would not use what a server of another run compiled.
+model, so vLLM would not use the code that a server of another run compiled.
 
 Compiled code fits one machine at one path. vLLM notes absolute paths (vllm-project/vllm#52154), and its key does not
 tell two generations of GPUs apart. So the key has the image, the GPUs with their driver, the instructions of the CPU,

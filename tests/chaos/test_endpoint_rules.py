@@ -70,7 +70,7 @@ def _steps(history: History) -> list[Fact]:
 
 
 def _move(history: History, fact: Fact, time: float) -> None:
-    """Have a fact happen at another time."""
+    """Move a fact to another time."""
     history.facts.remove(fact)
     place = next(number for number, other in enumerate(history.facts) if other.time > time)
     history.facts.insert(place, fact._replace(time=time))

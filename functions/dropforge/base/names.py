@@ -222,7 +222,7 @@ def server_object(run: str, name: str) -> str:
 
 
 def cache_prefix(run: str) -> str:
-    """What servers of a run have compiled."""
+    """The prefix of the code that servers of a run have compiled."""
     return f"{CACHES_PREFIX}{run}/"
 
 

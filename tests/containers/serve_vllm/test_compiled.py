@@ -1,4 +1,4 @@
-"""What a server compiled is there for the next one of its run; whatever the archive is, no start is stopped."""
+"""The next server of a run gets the code that a server has compiled, and no archive stops a start."""
 
 from __future__ import annotations
 

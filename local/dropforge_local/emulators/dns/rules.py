@@ -1,4 +1,4 @@
-"""What Cloud DNS refuses in a change: https://cloud.google.com/dns/docs/reference/rest/v1/changes."""
+"""The changes that Cloud DNS refuses: https://cloud.google.com/dns/docs/reference/rest/v1/changes."""
 
 from __future__ import annotations
 
