@@ -97,8 +97,11 @@ def _run_armed(
 ) -> Outcome:
     """Listen for stop requests while `run` runs; a stop request first waits for the checkpoint that is uploading."""
     stop.arm(job.deadline, wake=not job.world.sharded)  # the process that started the ranks forwards the request
+    # An import that a stop request interrupts may keep its lock, and the last event would wait for that lock.
+    with stop.deferred():
+        client = clients.storage()
+        reporter.connect()
     load_secrets(clients, os.environ)
-    client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:
         return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints))

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,12 @@ class Reporter:
         self._thread = threading.Thread(target=self._publish_all, name="job-events", daemon=True)
         if job.topic and job.world.rank in (None, 0):
             self._thread.start()
+
+    def connect(self) -> None:
+        """Make the client that publishes. A failure is tried again, and logged, with the first event."""
+        if self._thread.is_alive():
+            with suppress(Exception):
+                self._clients.publisher()
 
     def started(self, resumed_step: int, device: str) -> None:
         self._send(Started(**self._base(), resumed_step=resumed_step, device=device))

@@ -226,7 +226,7 @@ def test_the_deadline_stops_training_with_a_checkpoint(trainer: Any, spec: Spec,
 def test_a_deadline_in_the_past_ends_at_once(trainer: Any, spec: Spec, events: Any) -> None:
     attempt = trainer.start(spec(), DROPFORGE_DEADLINE="1000000000")
     assert attempt.wait() == 75, attempt.output
-    assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
+    assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE], attempt.output
 
 
 def test_a_qlora_run_is_merged_into_the_unquantised_base(

@@ -1,0 +1,83 @@
+"""The frame of an attempt: a stop request may come at any moment, and the last event still goes out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers.common import attempt
+from containers.common.attempt import Attempt, run_attempt
+from containers.common.errors import STOPPED
+from containers.common.job import Job
+from containers.common.outcome import Outcome
+from dropforge.run.events import Preempted, parse_job_event
+
+ENVIRONMENT = {
+    "DROPFORGE_PROJECT": "p",
+    "DROPFORGE_RUN": "test-0123456789ab",
+    "DROPFORGE_ATTEMPT": "1",
+    "DROPFORGE_RUNS_BUCKET": "b",
+    "DROPFORGE_JOB_EVENTS_TOPIC": "projects/p/topics/job-events",
+    "DROPFORGE_RUN_KEY": "00" * 32,
+}
+
+
+class Stopping:
+    """Clients of an attempt that gets SIGTERM while it makes the client of Cloud Storage."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.published: list[bytes] = []
+
+    def storage(self) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.made.append("storage")
+        return object()
+
+    def publisher(self) -> Any:
+        self.made.append("publisher")
+        return self
+
+    def publish(self, topic: str, data: bytes, timeout: float, **attributes: str) -> Future[str]:
+        self.published.append(data)
+        done: Future[str] = Future()
+        done.set_result("1")
+        return done
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_stop_request_waits_until_the_clients_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An interrupted import of a client can keep the import's lock; the thread of the last event would then hang."""
+    clients, began = Stopping(), []
+    monkeypatch.setattr(attempt, "Clients", lambda: clients)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+    @contextmanager
+    def directory(job: Job) -> Iterator[Path]:
+        yield tmp_path
+
+    def run(attempt: Attempt) -> Outcome:
+        began.append(attempt)
+        return Outcome.done()
+
+    assert run_attempt(run, directory) == STOPPED
+    assert clients.made[:2] == ["storage", "publisher"]
+    assert not began
+    assert [type(parse_job_event(data)) for data in clients.published] == [Preempted]
