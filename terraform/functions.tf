@@ -12,6 +12,7 @@ locals {
     specs_bucket               = google_storage_bucket.specs.name
     runs_bucket                = google_storage_bucket.runs.name
     data_buckets               = join(",", var.data_buckets)
+    model_buckets              = join(",", var.model_buckets)
     workflow                   = "${var.prefix}-run"
     requests_topic             = google_pubsub_topic.requests.name
     operations_topic           = google_pubsub_topic.operations.name

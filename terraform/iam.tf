@@ -1,5 +1,5 @@
-# Makes custom roles from permissions.yaml. Each role is bound only where its account needs it. The exception is
-# data_buckets: a custom role of a project cannot be bound on a bucket of another project
+# Makes custom roles from permissions.yaml. Each role is bound only where its account needs it. The exceptions are
+# data_buckets and model_buckets: a custom role of a project cannot be bound on a bucket of another project
 # (https://cloud.google.com/iam/docs/roles-overview#custom), so the smallest predefined roles are bound there.
 
 locals {
@@ -32,6 +32,7 @@ locals {
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
     names  = "resource.name.startsWith(\"${local._runs_objects}/endpoints/\")"
+    copies = "resource.name.startsWith(\"${local._runs_objects}/models/copy--\")"
     caches = "resource.name.startsWith(\"${local._runs_objects}/caches/\")"
     keys   = "resource.name.startsWith(\"${local._runs_objects}/keys/\")"
   }
@@ -40,26 +41,34 @@ locals {
   # may create one.
   _console_specs = "resource.name.startsWith(\"projects/_/buckets/${google_storage_bucket.specs.name}/objects/specs/console/\")"
 
-  # Scopes that are buckets or parts of a bucket: the bucket, and the condition.
+  # The models and records of another deployment, in its runs bucket: not the keys of its runs, which are in there, too.
+  _others_objects = "projects/_/buckets/{bucket}/objects"
+  _others_models  = "resource.name.startsWith(\"${local._others_objects}/models/\") || resource.name.startsWith(\"${local._others_objects}/runs/\")"
+
+  # Scopes that are buckets or parts of a bucket: the bucket, and the condition, in which {bucket} stands for its name.
   bucket_scopes = {
     specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
     console_specs    = { buckets = [google_storage_bucket.specs.name], condition = local._console_specs }
     data_buckets     = { buckets = var.data_buckets, condition = "" }
+    model_buckets    = { buckets = var.model_buckets, condition = local._others_models }
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
     readable_objects = { buckets = [google_storage_bucket.runs.name], condition = "!${local._below.keys}" }
     key_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.keys }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     endpoint_objects = { buckets = [google_storage_bucket.runs.name], condition = local._below.names }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
+    copied_objects   = { buckets = [google_storage_bucket.runs.name], condition = local._below.copies }
     cache_objects    = { buckets = [google_storage_bucket.runs.name], condition = local._below.caches }
     lent_objects     = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models} || ${local._below.device}" }
   }
 
-  # The smallest predefined role that holds the permissions of a grant on data_buckets; false: list only.
-  data_bucket_roles = { true = "roles/storage.objectViewer", false = "roles/storage.legacyBucketReader" }
+  # Buckets that may be in other projects, and the smallest predefined role that holds the permissions of a grant there;
+  # false: list only.
+  foreign_scopes       = ["data_buckets", "model_buckets"]
+  foreign_bucket_roles = { true = "roles/storage.objectViewer", false = "roles/storage.legacyBucketReader" }
   bucket_roles = {
-    for key, grant in local.grants : key => grant.scope == "data_buckets" ? (
-      local.data_bucket_roles[contains(grant.permissions, "storage.objects.get")]
+    for key, grant in local.grants : key => contains(local.foreign_scopes, grant.scope) ? (
+      local.foreign_bucket_roles[contains(grant.permissions, "storage.objects.get")]
     ) : google_project_iam_custom_role.grant[key].id if contains(keys(local.bucket_scopes), grant.scope)
   }
 
@@ -85,7 +94,7 @@ locals {
 }
 
 resource "google_project_iam_custom_role" "grant" {
-  for_each = { for key, grant in local.grants : key => grant if grant.scope != "data_buckets" }
+  for_each = { for key, grant in local.grants : key => grant if !contains(local.foreign_scopes, grant.scope) }
 
   role_id     = replace("${var.prefix}_${each.value.account}_${each.value.scope}", "-", "_")
   title       = "${var.prefix} ${each.value.account} on ${each.value.scope}"
@@ -110,7 +119,7 @@ resource "google_storage_bucket_iam_member" "grant" {
         grant   = grant
         role    = key
         bucket  = bucket
-        allowed = local.bucket_scopes[grant.scope].condition
+        allowed = replace(local.bucket_scopes[grant.scope].condition, "{bucket}", bucket)
       }
     } if contains(keys(local.bucket_scopes), grant.scope)
   ]...)

@@ -163,6 +163,12 @@ variable "max_machines" {
   default     = 10
 }
 
+variable "model_buckets" {
+  description = "Runs buckets of other deployments whose models may be served here (docs/endpoints.md). Whoever may write models there decides what answers here. A bucket may belong to another project; the user who applies needs storage.buckets.setIamPolicy on it."
+  type        = set(string)
+  default     = []
+}
+
 variable "monthly_budget" {
   description = "Cloud Billing budget for the project, in whole units of the billing account's currency a month. It warns and stops nothing."
   type        = number

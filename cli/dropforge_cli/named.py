@@ -19,11 +19,14 @@ from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.errors import CloudError
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
 from dropforge.spec import parts
 from dropforge.spec.parts import DURATION, Canary
-from dropforge.stages.rollout.requests import money_problem
+from dropforge.stages.rollout.elsewhere import PAGE as ELSEWHERE
+from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_elsewhere
+from dropforge.stages.rollout.requests import Refused, money_problem
 from dropforge.traffic import Traffic, traffic
 
 from .deployment import Deployment, connect
@@ -95,18 +98,47 @@ def _columns(records: Sequence[EndpointRecord], asked: Traffic) -> list[Column]:
     help="A share of the requests first, such as `percent=10,for=30m,max_error_rate=0.01,max_latency_ratio=2`; `none`: "
     "every request at once. Default: serve.canary of the run's spec.",
 )
+@click.option(
+    "--with",
+    "changes",
+    metavar="FIELDS",
+    help="Fields of `serve` that differ from the spec of a run of another deployment, such as "
+    "`region=europe-west4,max_instances=2`.",
+)
 @state_option
-def serve(run: str, name: str, canary: str | None, state: str | None) -> None:
+def serve(run: str, name: str, canary: str | None, changes: str | None, state: str | None) -> None:
     """Put the model of a finished run behind a named endpoint, without training.
 
-    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`.
+    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`. The model of another
+    deployment is `gs://OTHER-RUNS-BUCKET/models/RUN`; an operator lists the bucket in Terraform's model_buckets.
     """
     deployment = connect(state)
-    record = find_run(deployment.store, run)
     if not names.is_endpoint_name(name):
         raise CliError(f"{name!r} is not the name of an endpoint", f"{PAGE}#names says which names are allowed")
-    wanted = {} if canary is None else {"canary": canary_fields(canary)}
+    wanted: dict[str, Any] = {} if canary is None else {"canary": canary_fields(canary)}
+    if is_elsewhere(deployment.settings, run):
+        fields = {} if changes is None else _fields(changes)
+        _check_elsewhere(deployment, run, name, fields)
+        change(deployment, name, serve={"run": run, "endpoint": name, "with": fields, **wanted})
+        return
+    if changes is not None:
+        raise CliError("--with is for the model of another deployment", f"{ELSEWHERE} describes it")
+    record = find_run(deployment.store, run.rstrip("/").rpartition("/")[2])
+    if record.origin:
+        raise CliError(f"run {record.run} is a copy for one rollout", f"`dropforge serve {record.origin} --as {name}`")
     change(deployment, name, serve={"run": record.run, "endpoint": name, **wanted})
+
+
+def _check_elsewhere(deployment: Deployment, uri: str, name: str, fields: dict[str, Any]) -> None:
+    """Check what the function will check, as far as the user may read the other bucket. Raises CliError."""
+    try:
+        find_model(deployment.context, uri, name, fields)
+    except Unreadable:
+        return  # the function's accounts may be allowed to
+    except Refused as refused:
+        raise CliError(refused.message, refused.hint) from None
+    except CloudError as error:
+        raise CliError(error.message, error.hint) from None
 
 
 @click.command()
@@ -211,10 +243,7 @@ def canary_fields(text: str) -> dict[str, Any] | None:
     """Return the fields of `serve.canary` in a text like `percent=10,for=30m`; None for "none". Raises CliError."""
     if text == "none":
         return None
-    fields: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        fields[name.strip()] = _number(value.strip())
+    fields = _fields(text)
     try:
         Canary.model_validate(fields)
     except ValidationError as error:
@@ -223,6 +252,12 @@ def canary_fields(text: str) -> dict[str, Any] | None:
         expected = "percent=10,for=30m,max_error_rate=0.01,max_latency_ratio=2, or some of these fields"
         raise CliError(f"--canary {text!r}: {where}: {problem['msg']}; expected {expected}", f"{PAGE}#canary") from None
     return fields
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """Return the fields in a text like `region=europe-west4,max_instances=2`."""
+    parts = (part.partition("=") for part in text.split(","))
+    return {name.strip(): _number(value.strip()) for name, _, value in parts}
 
 
 def _number(value: str) -> int | float | str:

@@ -69,7 +69,7 @@ BY_HAND = (
     "name-on-tpu-vms", "driver-libraries", "kept-code", "ray-workers", "pod-sizes", "tpu-shutdown",
     "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
     "dead-letter-topic", "internal-workflows", "alert-labels", "service-agents", "wait-reason",
-    "data-buckets-elsewhere", "dashboard",
+    "data-buckets-elsewhere", "other-buckets", "dashboard",
     "iap-on-cloud-run", "iap-audience", "iap-host", "iap-stream", "iap-signed-out", "console-object-rights",
     "ask-audience", "logs-address", "dead-letter-count", "open-alerts",
     "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",

@@ -73,7 +73,7 @@ def model(run: Run, committed: Committed, endpoints: Sequence[EndpointRecord], b
         f"{size_text(committed.size)} in {committed.files:,} files",
         _served(run, endpoints),
         [
-            ("Serve it behind a name", f"dropforge serve {record.run} --as NAME"),
+            ("Serve it behind a name", f"dropforge serve {record.origin or record.run} --as NAME"),
             ("Download it", f"gcloud storage cp --recursive {shlex.quote(uri)} {shlex.quote(record.name or 'model')}"),
         ],
     )

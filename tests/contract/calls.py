@@ -93,6 +93,7 @@ BELOW = {
     "key_objects": re.compile(r"keys/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
     "cache_objects": re.compile(r"caches/"),
+    "copied_objects": re.compile(r"models/copy--"),
     "lent_objects": re.compile(r"(checkpoints|models|machines)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}

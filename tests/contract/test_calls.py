@@ -88,6 +88,17 @@ UNUSED = {
     Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
+    **{
+        Grant(account, scope, permission): "needed by a model of another deployment (tests/stack/test_copies.py)"
+        for account, scope, permission in (
+            ("on_spec_message", "model_buckets", "storage.objects.get"),
+            ("on_spec_message", "model_buckets", "storage.objects.list"),
+            ("rollout", "model_buckets", "storage.objects.get"),
+            ("rollout", "model_buckets", "storage.objects.list"),
+            ("rollout", "copied_objects", "storage.objects.create"),
+            ("rollout", "copied_objects", "storage.objects.delete"),
+        )
+    },
     Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
     Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",

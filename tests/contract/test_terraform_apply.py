@@ -48,6 +48,7 @@ VARIABLES = {
     "endpoint_domain": "models.internal",
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
+    "model_buckets": ["other-runs"],
     "operators": ["group:ml-ops@example.com"],
     "otlp_endpoint": "https://telemetry.googleapis.com",
     "project_id": PROJECT,
@@ -236,6 +237,7 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         topics = (settings.requests_topic, settings.operations_topic, settings.job_events_topic)
         assert (*topics, settings.run_events_topic) == (*TOPICS, stack.RUN_EVENTS)
         assert settings.data_buckets == "datasets"
+        assert settings.model_buckets == "other-runs"
         found = {role: getattr(settings, f"{role}_image") for role in OF_CONTAINERS_OF_RUNS}
         assert found == OF_CONTAINERS_OF_RUNS
         assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
@@ -342,6 +344,24 @@ def test_data_buckets_of_any_project_get_the_smallest_predefined_role(applied: A
             assert ("storage.objects.get" in roles[role]) == ("storage.objects.get" in needed)
     assert bindings == {}
     assert not [role for role in applied["google_project_iam_custom_role"] if "data_buckets" in role["role_id"]]
+
+
+def test_nobody_reads_the_keys_of_another_deployment(applied: Applied) -> None:
+    """The functions that serve its models read its models and records, and nothing else of its runs bucket."""
+    bindings = [b for b in applied["google_storage_bucket_iam_member"] if b["bucket"] == "other-runs"]
+    place = "projects/_/buckets/other-runs/objects"
+    below = f'resource.name.startsWith("{place}/models/") || resource.name.startsWith("{place}/runs/")'
+    assert {b["condition"][0]["expression"] for b in bindings} == {below}
+    assert {b["role"] for b in bindings} == {"roles/storage.objectViewer"}
+    accounts = {b["member"].removeprefix("serviceAccount:dropforge-").split("@")[0] for b in bindings}
+    assert accounts == {"on-spec-message", "rollout"}
+    assert not [role for role in applied["google_project_iam_custom_role"] if "model_buckets" in role["role_id"]]
+
+
+def test_a_rollout_writes_no_model_but_copies(applied: Applied) -> None:
+    bindings = applied["google_storage_bucket_iam_member"]
+    (copied,) = [b["condition"][0]["expression"] for b in bindings if b["role"].endswith("_rollout_copied_objects")]
+    assert copied == f'resource.name.startsWith("projects/_/buckets/{stack.RUNS_BUCKET}/objects/models/copy--")'
 
 
 def test_the_agents_of_services_are_created_before_they_are_needed(
@@ -662,12 +682,14 @@ def _expected() -> dict[tuple[str, str], set[str]]:
                 "event_objects",
                 "lent_objects",
                 "cache_objects",
+                "copied_objects",
             )
         },
         "specs_bucket": [stack.SPECS_BUCKET],
         "console_specs": [f"{stack.SPECS_BUCKET} if console_specs"],
         "console_topic": ["dropforge-console"],
-        "data_buckets": [],  # predefined roles: see the test of data_buckets
+        "data_buckets": [],  # predefined roles: see the tests of data_buckets and model_buckets
+        "model_buckets": [],
         "run_events_topic": [stack.RUN_EVENTS],
         "job_events_topic": [stack.JOB_EVENTS],
         "training_secrets": ["hf-token"],

@@ -82,7 +82,7 @@ def change_of(_: Any, method: str, url: str, *args: Any, **kwargs: Any) -> str:
     return f"{method.upper()} {path}?{kwargs.get('params') or ''} {body if method.upper() == 'POST' else ''}"
 
 
-def _write_of(_: Any, name: str, data: bytes, *__: Any) -> str:
+def write_of(_: Any, name: str, data: bytes, *__: Any) -> str:
     """Return the effect of a write of an object. Each call of a stage writes another random key for a new run."""
     return f"write {name} {'' if name.startswith('keys/') else _without_times(data)}"
 
@@ -110,7 +110,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
     deaths.around(submit, "start_execution", lambda _, run: f"start {run}")
-    deaths.around(RunStore, "_write", _write_of)
+    deaths.around(RunStore, "_write", write_of)
     deaths.around(requests.Session, "request", change_of)
     deaths.around(RESTClientObject, "request", change_of)
     deaths.around(type(clients.publisher()), "publish", lambda *_, **event: f"publish {event.get('ce-id')}")

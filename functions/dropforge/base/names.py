@@ -33,6 +33,9 @@ MACHINES_PREFIX = "machines/"
 CACHES_PREFIX = "caches/"
 # Only functions read and write below this prefix.
 KEYS_PREFIX = "keys/"
+# Of the ids of runs whose model was copied from another deployment. No spec and no message has such a run id: `_slug`
+# leaves no two dashes in a row. So the function that copies may write below models/copy-- alone (terraform/iam.tf).
+COPY_PREFIX = "copy--"
 
 
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
@@ -47,6 +50,16 @@ def run_id_of_message(idempotency_key: str, topic: str = "") -> str:
     `topic` is "" for the deployment's first requests topic. The same key on another topic is another run.
     """
     return f"request-{_digest('topic', topic, idempotency_key) if topic else _digest('request', idempotency_key)}"
+
+
+def copy_id(rollout: str) -> str:
+    """The id of the run that a rollout makes for the model of another deployment: each rollout has its own copy."""
+    return f"{COPY_PREFIX}{_digest('copy', rollout)}"
+
+
+def is_copy(run: str) -> bool:
+    """Whether a run trained nothing: its model was copied from another deployment."""
+    return run.startswith(COPY_PREFIX)
 
 
 def is_spec_object(name: str) -> bool:
@@ -196,6 +209,11 @@ def ledger_object(run: str) -> str:
 def cancel_object(run: str, topic: str = "") -> str:
     """A cancel request that arrived before the run existed: of an operator, or of another publisher of a topic."""
     return f"runs/{run}/cancel-{topic}.json" if topic else f"runs/{run}/cancel.json"
+
+
+def origin_object(run: str) -> str:
+    """Where the model of a run was copied from (run/origin.py)."""
+    return f"runs/{run}/origin.json"
 
 
 def errors_object(run: str) -> str:

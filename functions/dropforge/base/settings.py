@@ -50,6 +50,7 @@ class Settings:
     endpoint_zone: str = ""  # the managed zone of that domain in Cloud DNS
     endpoint_drain_seconds: int = 305  # from a change of such a name until the machine before is deleted: 5 s + 300 s
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
+    model_buckets: str = ""  # separated by commas: runs buckets of other deployments, whose models may be served
     access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
     dead_letter_subscriptions: str = ""  # separated by commas: the events that no function could handle
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
@@ -74,6 +75,11 @@ class Settings:
     def reaches_all(self, topic: str) -> bool:
         """Whether the messages of a topic may change every run and endpoint: operators and the console send them."""
         return topic == self.operations_topic or (topic == self.console_topic and bool(topic))
+
+    @property
+    def other_buckets(self) -> list[str]:
+        """The runs buckets of other deployments whose models may be served here."""
+        return [bucket for bucket in self.model_buckets.split(",") if bucket]
 
     def topic(self, short_name: str) -> str:
         return f"projects/{self.project}/topics/{short_name}"

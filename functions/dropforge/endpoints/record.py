@@ -12,8 +12,10 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Literal
 
+from dropforge.base import names
 from dropforge.base.errors import Conflict, NotFound
 from dropforge.platforms.named import Counted
+from dropforge.run.origin import Copied
 from dropforge.run.record import Parity, RunError, Stored
 from dropforge.spec import parts
 
@@ -28,6 +30,7 @@ class RolloutState(StrEnum):
     """The state of a rollout. The last four are terminal and written once."""
 
     QUEUED = "QUEUED"  # another rollout of the endpoint has not ended
+    COPYING = "COPYING"  # the files of a model of another deployment are copied
     DEPLOYING = "DEPLOYING"  # the platform starts the revision, which has no share
     CHECKING = "CHECKING"  # the revision is asked for a completion, and compared with its model
     WATCHING = "WATCHING"  # the revision is a canary: it has a share of the requests
@@ -48,12 +51,14 @@ class RolloutState(StrEnum):
 _TERMINAL = frozenset({RolloutState.PROMOTED, RolloutState.ROLLED_BACK, RolloutState.SUSPENDED, RolloutState.RETIRED})
 _ALLOWED = {
     RolloutState.QUEUED: {
+        RolloutState.COPYING,
         RolloutState.DEPLOYING,
         RolloutState.CHECKING,
         RolloutState.SUSPENDING,
         RolloutState.RETIRING,
         RolloutState.ROLLED_BACK,
     },
+    RolloutState.COPYING: {RolloutState.DEPLOYING, RolloutState.UNDOING},
     RolloutState.DEPLOYING: {RolloutState.CHECKING, RolloutState.UNDOING},
     RolloutState.CHECKING: {RolloutState.WATCHING, RolloutState.SHIFTING, RolloutState.UNDOING},
     RolloutState.WATCHING: {RolloutState.SHIFTING, RolloutState.UNDOING},
@@ -62,7 +67,7 @@ _ALLOWED = {
     RolloutState.SUSPENDING: {RolloutState.SUSPENDED},
     RolloutState.RETIRING: {RolloutState.RETIRED},
 }
-_STOPPABLE = frozenset({RolloutState.DEPLOYING, RolloutState.CHECKING, RolloutState.WATCHING})
+_STOPPABLE = frozenset({RolloutState.COPYING, RolloutState.DEPLOYING, RolloutState.CHECKING, RolloutState.WATCHING})
 Kind = Literal["deploy", "rollback", "remove", "suspend", "resume", "retire"]
 
 
@@ -78,10 +83,12 @@ class EndpointState(StrEnum):
 class Revision(Stored):
     """The model of a run behind the name.
 
-    `revision` is the platform's own name, known once it runs. `digest` is the SHA-256 of the model's manifest. `who` is
-    the source of the request. `adapters` are what a shared endpoint serves; `run` is then one of their runs, whose base
-    all of them have. `start` has the seconds of each part of its server's start (run/starts.py). `paid_since` is when
-    its instances may have begun to cost money, while they may; `spent_usd` is the most that they have cost before.
+    `revision` is the platform's own name, known once it runs. `digest` is the SHA-256 of the model's manifest. `origin`
+    is where the model was copied from ("": it is of this deployment); the digest is then that of the manifest there.
+    `who` is the source of the request. `adapters` are what a shared endpoint serves; `run` is then one of their runs,
+    whose base all of them have. `start` has the seconds of each part of its server's start (run/starts.py).
+    `paid_since` is when its instances may have begun to cost money, while they may; `spent_usd` is the most that they
+    have cost before.
     """
 
     number: int
@@ -97,6 +104,7 @@ class Revision(Stored):
     paid_since: datetime | None = None
     spent_usd: float = 0.0
     adapters: list[Adapter] = []
+    origin: str = ""
     start: dict[str, float] = {}
 
     def adapter(self, name: str) -> Adapter | None:
@@ -153,6 +161,8 @@ class Rollout(Stored):
 
     `model` is what it takes from a shared endpoint, by its name. `run` is the run whose model is put there, or taken.
 
+    `copied` is how far the copy of its model is (run/origin.py).
+
     `moved` is when every request went to the revision: where platforms need it, the one before then ends its answers.
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
@@ -179,6 +189,7 @@ class Rollout(Stored):
     seen: Seen | None = None
     ends: str = ""
     model: str = ""
+    copied: Copied = Copied()
 
     def entered(self, state: RolloutState, now: datetime) -> Rollout:
         """This rollout in `state`. Raises Conflict if `state` cannot follow the present state."""
@@ -373,6 +384,15 @@ class EndpointRecord(Stored):
 
         return self.with_revision(number, passed)
 
+    @property
+    def copies_to_drop(self) -> list[str]:
+        """The runs with copied models that no revision needs, nor a rollout that has not ended."""
+        ended = [each.run for each in self.rollouts if each.state.is_terminal]
+        kept = {each.run for each in self.revisions if each.number in (self.stable, self.previous)}
+        made = dict.fromkeys([*(each.run for each in self.revisions), *ended])
+        awaited = {each.run for each in self.rollouts if not each.state.is_terminal}
+        return [run for run in made if names.is_copy(run) and run not in kept | awaited]
+
     def claimed(self, rollout: str, execution: str) -> EndpointRecord:
         """This record, whose rollout `execution` owns if it has no owner. A superseded one never owns it again."""
         found = self.find(rollout)
@@ -402,13 +422,30 @@ class EndpointRecord(Stored):
         if found.state is RolloutState.DEPLOYING:
             return self
         begun = found.entered(RolloutState.DEPLOYING, now)
-        begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
+        begun = begun.model_copy(
+            update={"revision": revision.number, "before": self.stable, "deadline": deadline, "started": now}
+        )
         kept = [each for each in self.revisions if each.number in (self.stable, self.previous) or each.paid_since]
         others = [each for each in self.revisions if each not in kept]
         dropped = sum(each.spent_usd for each in others[:-KEPT_REVISIONS])
         revisions = sorted([*kept, *others[-KEPT_REVISIONS:]], key=lambda each: each.number)
         update = {"revisions": [*revisions, revision.paid(now)], "dropped_usd": self.dropped_usd + dropped}
         return self.model_copy(update=update).with_rollout(begun)
+
+    def copies(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
+        """This record with a rollout that copies its model first; one that copies already stays as it is."""
+        found = self.rollout(rollout)
+        if found.state is not RolloutState.QUEUED:
+            return self
+        begun = found.entered(RolloutState.COPYING, now)
+        return self.with_rollout(begun.model_copy(update={"before": self.stable, "deadline": deadline}))
+
+    def with_copied(self, rollout: str, copied: Copied) -> EndpointRecord:
+        """This record with the progress of the copy of a rollout's model."""
+        found = self.rollout(rollout)
+        if found.state is not RolloutState.COPYING or found.copied == copied:
+            return self
+        return self.with_rollout(found.model_copy(update={"copied": copied}))
 
     def returns(self, rollout: str, deadline: datetime, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record with a rollout that goes back to the previous revision, or from a canary to the one that serves.

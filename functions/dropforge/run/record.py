@@ -341,6 +341,11 @@ class Record(Stored):
         return topic_of(self.source)
 
     @property
+    def origin(self) -> str:
+        """The address of the model that was copied from another deployment; "" for a run that trained."""
+        return self.source.rpartition(" ")[2] if names.is_copy(self.run) else ""
+
+    @property
     def was_accepted(self) -> bool:
         return any(entry.state is RunState.ACCEPTED for entry in self.history[:1])
 

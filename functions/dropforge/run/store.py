@@ -97,9 +97,13 @@ class RunStore:
         A run that has not ended gets its key and its open mark first.
         """
         if not record.state.is_terminal:
-            self.put_new(names.key_object(record.run), new_key(self._chance).encode(), "text/plain")
+            self.give_key(record.run)
             self.mark_open(record)
         return self._put(names.record_object(record.run), record, 0)
+
+    def give_key(self, run: str) -> None:
+        """Write the key of a run (run/proof.py), unless the run has one."""
+        self.put_new(names.key_object(run), new_key(self._chance).encode(), "text/plain")
 
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""

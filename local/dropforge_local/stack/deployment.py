@@ -15,6 +15,7 @@ IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
 CLUSTER_NAME = "dropforge"
 CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # exists as long as the state does
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
+OTHER_RUNS_BUCKET = "other-project-dropforge-runs"  # of another deployment; it does not exist until a user creates it
 WORKFLOW, ROLLOUT_WORKFLOW = "dropforge-run", "dropforge-rollout"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 OPERATIONS, CONSOLE = "dropforge-operations", "dropforge-console"
@@ -33,6 +34,7 @@ VARIABLES: dict[str, Any] = {
     "endpoint_domain": ENDPOINT_DOMAIN,
     "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
+    "model_buckets": [OTHER_RUNS_BUCKET],
     "otlp_endpoint": TELEMETRY_API,
     "project_id": PROJECT,
     "region": LOCATION,
@@ -129,6 +131,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_OPERATIONS_TOPIC": OPERATIONS,
         "DROPFORGE_CONSOLE_TOPIC": CONSOLE,
         "DROPFORGE_DATA_BUCKETS": ",".join(VARIABLES["data_buckets"]),
+        "DROPFORGE_MODEL_BUCKETS": ",".join(VARIABLES["model_buckets"]),
         "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
         "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
         "DROPFORGE_TRAINER_SERVICE_ACCOUNT": _service_account(TRAINER),

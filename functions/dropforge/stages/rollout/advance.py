@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from hashlib import sha256
 
+from dropforge.base import names
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.context import Context
@@ -19,7 +19,7 @@ from dropforge.platforms.named import Candidate, Counted, Fence, Reached, Revisi
 from dropforge.platforms.serving import START_HINT, Deployment, Served, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.artifacts import Manifest, files_digest, read_manifest
-from dropforge.run.events import dumps
+from dropforge.run.origin import manifest_digest, read_origin
 from dropforge.run.record import MAX_REASON, Parity, Record, RunError, RunState
 from dropforge.run.seal import ROWS
 from dropforge.run.starts import read_start
@@ -29,11 +29,12 @@ from dropforge.stages.completion import completion_problem
 from dropforge.stages.looks import next_look_since, next_turn
 from dropforge.stages.parity import SHARE, compare
 
-from . import canary
+from . import canary, copies
 from .answers import Promoted, Retired, RolledBack, Superseded, Suspended
 from .requests import SHARING, money_problem, nothing_before
 from .telling import tell
 
+COPYING = timedelta(hours=2)  # for a copy, which may go to another region
 COMPARING = timedelta(minutes=30)  # for the parity seal, beyond serve.startup_timeout
 LOOK_SECONDS = 2.0
 BUDGET_HINT = "the model is kept; `dropforge serve RUN --as NAME` puts it behind the name then"
@@ -104,6 +105,8 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} is not suspended")
     elif mine.kind != "resume" and (problem := money_problem(record, now)):
         _fail(context, record, mine, ErrorClass.BUDGET, problem, BUDGET_HINT)
+    elif names.is_copy(mine.run) and mine.kind == "deploy":
+        context.endpoints.update(record.name, lambda r: r.copies(mine.id, now + COPYING, now))
     elif mine.kind in CHANGES:
         _begin_revision(context, record, mine)
     elif not (number := record.back(mine)):
@@ -112,6 +115,17 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         deadline = now + _patience(context.store.spec(record.revision(number).run))
         keeps = context.platforms.named(record.type).keeps_instances
         context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now, keeps))
+    return None
+
+
+def _copy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Copy the model of another deployment, and prove the copy with the key of its run here."""
+    copied = copies.advance(context, mine)
+    if copied is not None:
+        context.endpoints.update(record.name, lambda latest: latest.with_copied(mine.id, copied))
+        _wait(context, record, mine, f"its model is being copied: {copied.path}")
+        return Pending(wait_seconds=LOOK_SECONDS)
+    _begin_revision(context, record, mine)
     return None
 
 
@@ -314,12 +328,13 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         record.name, lambda r: sealed(r).promoted(mine.id, url, expires(r), now, keeps, server.keeps_revisions)
     )
     prune(context, changed)
+    copies.drop(context, changed.copies_to_drop)
     return None
 
 
 def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Give the revision before every request again. An endpoint that has none is deleted."""
-    if not _serves_again(context, record, mine):
+    if mine.revision and not _serves_again(context, record, mine):
         return Pending(wait_seconds=LOOK_SECONDS)
     changed = _undone(context, record, mine)
     if record.stable:
@@ -369,12 +384,15 @@ def _retire(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
     """Delete the endpoint."""
     if not context.platforms.named(record.type).delete(context.cloud, record.service):
         return Pending(wait_seconds=LOOK_SECONDS)
-    context.endpoints.update(record.name, lambda r: r.gone(mine.id, context.now()))
+    now = context.now()
+    copies.drop(context, record.gone(mine.id, now).copies_to_drop)
+    context.endpoints.update(record.name, lambda r: r.gone(mine.id, now))
     return None
 
 
 _STEPS: dict[RolloutState, Step] = {
     RolloutState.QUEUED: _begin,
+    RolloutState.COPYING: _copy,
     RolloutState.DEPLOYING: _deploy,
     RolloutState.CHECKING: _check,
     RolloutState.WATCHING: _watch,
@@ -403,6 +421,8 @@ def _give_up(context: Context, record: EndpointRecord, mine: Rollout, error: Clo
 
 def _undone(context: Context, record: EndpointRecord, mine: Rollout) -> EndpointRecord:
     keeps, now = context.platforms.named(record.type).keeps_instances, context.now()
+    if mine.kind == "deploy" and names.is_copy(mine.run):
+        copies.drop(context, [mine.run])
     return context.endpoints.update(record.name, lambda latest: latest.undone(mine.id, now, keeps))
 
 
@@ -428,7 +448,8 @@ def _wait(
     ends = min((each for each in (until, mine.deadline) if each is not None), default=None)
     if ends is not None and now >= ends:
         waited = (ends - began).total_seconds()
-        message = f"revision {mine.revision} was not ready after {waited:.0f} s: {problem or reason}"
+        what = f"revision {mine.revision}" if mine.revision else "the copy of the model"
+        message = f"{what} was not ready after {waited:.0f} s: {problem or reason}"
         raise CloudError(ErrorClass.DEADLINE, message, START_HINT)
     kept = cut(reason, MAX_REASON)
     if kept != mine.wait_reason:
@@ -506,6 +527,7 @@ def _patience(spec: JobSpec) -> timedelta:
 def _revision(context: Context, record: EndpointRecord, mine: Rollout) -> Revision:
     """The revision of a rollout that deploys, with the digest of its model's manifest."""
     run, spec = context.store.record(mine.run), context.store.spec(mine.run)
+    origin = read_origin(context.store, mine.run) if names.is_copy(mine.run) else None
     manifest = read_manifest(
         context.cloud.clients.storage(), context.settings.runs_bucket, mine.run, context.store.key(mine.run)
     )
@@ -514,7 +536,8 @@ def _revision(context: Context, record: EndpointRecord, mine: Rollout) -> Revisi
     return Revision(
         number=record.last + 1,
         run=mine.run,
-        digest=sha256(dumps(manifest.model_dump(mode="json"))).hexdigest(),
+        digest=origin.digest if origin else manifest_digest(manifest),
+        origin=origin.uri if origin else "",
         who=mine.who,
         requested=mine.requested,
         metrics=run.metrics,

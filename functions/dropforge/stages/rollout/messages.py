@@ -1,4 +1,4 @@
-"""Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary"}}, {"rollback": endpoint},
+"""Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary", "with"}}, {"rollback": endpoint},
 {"retire": endpoint}, {"retire": {"endpoint", "model"}} for a model of a shared endpoint, {"extend": {"endpoint",
 "ttl"}}, whose `ttl` null removes the expiry, and {"budget": {"endpoint", "usd", "per"}}, whose `usd` null removes the
 budget.
@@ -19,13 +19,14 @@ from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.endpoints.record import Canary
 from dropforge.run.events import Request
+from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
 from dropforge.spec import parts
 from dropforge.spec.kinds import ServeSpec
 from dropforge.spec.parts import DURATION
 from dropforge.tell.run_events import answer_refused
 
-from . import requests
+from . import elsewhere, requests
 from .canary import canary_of
 from .requests import Refused
 
@@ -55,19 +56,11 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
         raise Refused("this deployment has no workflow for rollouts", "`make deploy` of this version makes it")
     who, endpoint = request.who, _text(arguments, "endpoint")
     if change == "serve":
-        record = _run(context, _text(arguments, "run"), request.topic)
-        spec = context.store.spec(record.run)
-        if spec.serve is None or not spec.serve.takes_names:
-            found = "has no `serve`" if spec.serve is None else f"serves on {spec.serve.type}"
-            raise Refused(f"the spec of run {record.run} {found}", "docs/endpoints.md lists where endpoints have names")
-        if problem := spec.serve.why_unnamed(context.settings):
-            raise Refused(
-                f"the spec of run {record.run} serves on {spec.serve.type}: {problem}", "docs/endpoints.md#tpu-vms"
-            )
         if not names.is_endpoint_name(endpoint):
             raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
-        canary = _canary(arguments, spec.serve)
-        requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic, canary)
+        run = _text(arguments, "run")
+        serve = _serve_of_another_deployment if elsewhere.is_elsewhere(context.settings, run) else _serve
+        serve(context, arguments, endpoint, rollout, request)
     elif change == "rollback":
         requests.go_back(context, endpoint, rollout, who, request.topic)
     elif change == "retire" and (model := _text(arguments, "model")):
@@ -78,6 +71,50 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
         requests.set_budget(context, endpoint, _budget(arguments), rollout, who, request.topic)
     else:
         requests.extend(context, endpoint, _ttl(arguments), request.topic)
+
+
+def _serve(context: Context, arguments: dict[str, Any], endpoint: str, rollout: str, request: Request) -> None:
+    """Put the model of a run of this deployment behind a name."""
+    named = bucket_and_run(_text(arguments, "run"))
+    record = _run(context, named[1] if named else _text(arguments, "run"), request.topic)
+    if record.origin:
+        raise Refused(
+            f"run {record.run} is the copy of a model for one rollout: {record.origin}",
+            "serve the model itself, by its gs:// address",
+        )
+    if "with" in arguments:
+        raise Refused(
+            "`with` is for the model of another deployment: the spec of a run says how it is served", elsewhere.PAGE
+        )
+    spec = context.store.spec(record.run)
+    canary = _canary(arguments, _named(context, f"the spec of run {record.run}", spec.serve))
+    requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
+
+
+def _serve_of_another_deployment(
+    context: Context, arguments: dict[str, Any], endpoint: str, rollout: str, request: Request
+) -> None:
+    """Put a copy of the model of another deployment behind a name."""
+    run, uri = names.copy_id(rollout), _text(arguments, "run")
+    if (record := context.store.find(run)) is None:
+        model = elsewhere.find_model(context, uri, endpoint, arguments.get("with", {}))
+        _canary(arguments, _named(context, f"the spec of {uri}", model.spec.serve))
+        requests.check_request(context, model.spec, request.topic)
+        record = elsewhere.add_run(context, model, run, request)
+    spec = context.store.spec(run)
+    assert spec.serve is not None, "another spec is refused"
+    canary = _canary(arguments, spec.serve)
+    requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
+
+
+def _named(context: Context, what: str, serve: ServeSpec | None) -> ServeSpec:
+    """The `serve` of a spec, whose model can get behind a name. Raises Refused."""
+    if serve is None or not serve.takes_names:
+        found = "has no `serve`" if serve is None else f"serves on {serve.type}"
+        raise Refused(f"{what} {found}", "docs/endpoints.md lists where endpoints have names")
+    if problem := serve.why_unnamed(context.settings):
+        raise Refused(f"{what} serves on {serve.type}: {problem}", "docs/endpoints.md#tpu-vms")
+    return serve
 
 
 def _run(context: Context, run: str, topic: str) -> Record:

@@ -24,7 +24,7 @@ from dropforge.spec import JobSpec, parts, seconds
 from dropforge.spec.kinds import ServeSpec
 
 START_WITHIN = timedelta(seconds=30)  # of a request; an execution that is lost before it is noted is started again
-_UNFIT = (ErrorClass.GATE, ErrorClass.PARITY)
+UNFIT = (ErrorClass.GATE, ErrorClass.PARITY)
 SHARING = "docs/endpoints.md#many-adapters"
 
 
@@ -53,7 +53,7 @@ def put_behind(
     `spec.serve` says how the model is served. `topic` is the source of the request, "" for the specs bucket. `canary`
     None: every request at once.
     """
-    if problem := _unfit(context, record):
+    if problem := "" if names.is_copy(record.run) else _unfit(context, record):
         raise Refused(f"the model of run {record.run} cannot be served: {problem}", f"`dropforge status {record.run}`")
     assert spec.serve is not None, "the callers pass only specs that serve"
     base = _base(context, record, spec.serve) if spec.serve.share else None
@@ -83,19 +83,31 @@ def put_behind(
 
 def check_name(context: Context, spec: JobSpec, topic: str) -> None:
     """Refuse a spec whose model could not get behind its name. Raises InvalidSpec."""
+    try:
+        check_fit(context, spec, topic)
+    except Refused as refused:
+        name = spec.serve.endpoint if spec.serve else None
+        raise InvalidSpec([SpecProblem("/serve/endpoint", refused.message, name, refused.hint)]) from None
+
+
+def check_request(context: Context, spec: JobSpec, topic: str) -> None:
+    """Raises Refused for a spec whose model cannot get behind its name now."""
+    if (record := check_fit(context, spec, topic)) is not None:
+        _check_money(context, record)
+
+
+def check_fit(context: Context, spec: JobSpec, topic: str) -> EndpointRecord | None:
+    """The present record of the endpoint that a spec names. Raises Refused if its model could not get behind it."""
     serve = spec.serve
     if serve is None or serve.endpoint is None or (record := context.endpoints.find(serve.endpoint)) is None:
-        return
+        return None
     server = context.platforms.named(serve.type)
     deployment = Deployment("", spec, context.settings, context.now(), endpoint=serve.endpoint)
-    try:
-        _check(context, record, topic)
-        _check_place(record, serve.type, server.region(deployment), server.service_name(deployment))
-        if _is_fixed(record):
-            _check_early(record, spec, topic)
-    except Refused as refused:
-        problem = SpecProblem("/serve/endpoint", refused.message, serve.endpoint, refused.hint)
-        raise InvalidSpec([problem]) from None
+    _check(context, record, topic)
+    _check_place(record, serve.type, server.region(deployment), server.service_name(deployment))
+    if _is_fixed(record):
+        _check_early(record, spec, topic)
+    return record
 
 
 def go_back(context: Context, endpoint: str, rollout: str, who: str, topic: str) -> EndpointRecord:
@@ -234,7 +246,7 @@ def _unfit(context: Context, record: Record) -> str:
 
     The rollout checks the proof of the manifest: whoever receives a request may not read the keys of runs.
     """
-    if record.error is not None and record.error.error_class in _UNFIT:
+    if record.error is not None and record.error.error_class in UNFIT:
         return record.error.message
     try:
         manifest = read_manifest(context.cloud.clients.storage(), context.settings.runs_bucket, record.run)

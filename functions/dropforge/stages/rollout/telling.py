@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from dropforge.base import names
 from dropforge.context import Context
 from dropforge.endpoints.budget import WARN_AT
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
@@ -16,11 +17,11 @@ TRIED_FOR = timedelta(minutes=2)  # after the end of a rollout: a channel that f
 def tell(context: Context, record: EndpointRecord, rollout: Rollout) -> bool:
     """Send the notice about the present state of a rollout once; False if another try may succeed."""
     revision = record.find_revision(rollout.revision) or record.find_revision(record.last)
-    if revision is None:
-        return True  # nothing was ever put behind the name
+    if revision is None and not names.is_copy(rollout.run):
+        return True  # nothing was ever put behind the name; the run tells why
     if rollout.kind == "resume" and not rollout.revision:
         return True  # the endpoint was not suspended any more
-    name = rollout.run or revision.run
+    name = rollout.run or (revision.run if revision else "")
     notice = notice_of(record, rollout)
     told = warn(context, context.store.record(name), context.store.spec(name), notice)
     is_late = rollout.ended is not None and context.now() - rollout.ended > TRIED_FOR
