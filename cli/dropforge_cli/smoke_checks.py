@@ -63,7 +63,8 @@ PROMISES = {
 }
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
-    "callback-again", "request-source", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate",
+    "callback-again", "request-source", "quota-refusal", "running-executions", "run-rates",
+    "preview-stages", "ephemeral-disk", "memory-estimate",
     "image-installs", "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account",
     "dns-endpoint", "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
     "name-on-tpu-vms", "driver-libraries", "kept-code", "ray-workers", "pod-sizes", "tpu-shutdown",

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from .base import names
-from .base.errors import CloudError, ErrorClass
+from .base.errors import CloudError, ErrorClass, Refused
 from .base.redact import cut
 from .context import Context
 from .run.record import Ledger, LedgerEntry, Record, ResourceState
@@ -30,7 +30,8 @@ def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False)
 def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Deleted:
     """Start, or continue, the deletion of every remaining resource in a ledger. The caller notes what is gone.
 
-    A resource that cannot be deleted does not stop the others: its CloudError is raised after them.
+    A resource that cannot be deleted does not stop the others: its CloudError is raised after them; Refused only if
+    every refusal is one.
     """
     run, deleted, refusals = ledger.run, Deleted([], []), []
     for entry in ledger.remaining():
@@ -47,7 +48,7 @@ def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Dele
             deleted.remaining.append(entry)
     if refusals:
         note_gone(context, run, deleted)
-        raise refusals[0]
+        raise min(refusals, key=lambda refusal: isinstance(refusal, Refused))
     return deleted
 
 

@@ -58,9 +58,9 @@ class CountingStore(RunStore):
         self.reads += 1
         return super().read(name)
 
-    def _write(self, *arguments: Any) -> int | None:
+    def _write(self, *arguments: Any, **options: Any) -> int | None:
         self.writes += 1
-        return super()._write(*arguments)
+        return super()._write(*arguments, **options)
 
 
 def new_run(store: RunStore, *, old: bool = False) -> str:

@@ -119,14 +119,14 @@ def test_two_functions_at_once_never_give_away_the_last_place_twice(monkeypatch:
     """The second function decides between the first one's read and its write."""
     deployment = Deployment(max_runs=1)
     first, second = deployment.accept(0), deployment.accept(1)
-    write, answers = RunStore.write, list[Pending | None]()
+    write, answers = RunStore.try_write, list[Pending | None]()
 
     def overtaken(store: RunStore, name: str, *arguments: Any) -> bool:
-        monkeypatch.setattr(RunStore, "write", write)
+        monkeypatch.setattr(RunStore, "try_write", write)
         answers.append(deployment.ask(second, deployment.another()))
         return write(store, name, *arguments)
 
-    monkeypatch.setattr(RunStore, "write", overtaken)
+    monkeypatch.setattr(RunStore, "try_write", overtaken)
     answers.append(deployment.ask(first))
     assert answers[0] is None
     assert answers[1] is not None
@@ -189,14 +189,14 @@ def test_a_run_that_is_cancelled_while_it_waits_keeps_no_place(how: str, monkeyp
 def test_a_cancel_between_the_decision_and_its_note_gives_the_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = Deployment(max_runs=1)
     run = deployment.accept(0)
-    write = RunStore.write
+    write = RunStore.try_write
 
     def cancelled(store: RunStore, name: str, *arguments: Any) -> bool:
-        monkeypatch.setattr(RunStore, "write", write)
+        monkeypatch.setattr(RunStore, "try_write", write)
         cancel(deployment.another(), run)
         return write(store, name, *arguments)
 
-    monkeypatch.setattr(RunStore, "write", cancelled)
+    monkeypatch.setattr(RunStore, "try_write", cancelled)
     assert deployment.ask(run) is None
     assert deployment.holding() == []
 
@@ -213,8 +213,23 @@ def test_the_sweep_takes_the_places_of_runs_that_ended_and_finds_lost_ones() -> 
     assert deployment.holding() == [running, waiting]
     del deployment.storage.objects[OBJECT]
     repair(deployment.another(), records)
-    assert deployment.holding() == [running]
+    assert deployment.holding() == [running, waiting]
     assert deployment.ask(waiting) is None
+
+
+def test_runs_that_cannot_enter_wait_and_one_sweep_enters_all_of_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cloud Storage takes one write of the object a second; many runs ask at once."""
+    deployment = Deployment(max_runs=1)
+    runs = [deployment.accept(number) for number in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "try_write", lambda *_: False)
+        answers = [deployment.ask(run) for run in reversed(runs)]
+    assert None not in answers
+    records = {run: deployment.record(run) for run in runs}
+    assert [bool(record.queued) for record in records.values()] == [True] * 3
+    repair(deployment.context, records)
+    assert deployment.holding() == runs[:1]
+    assert [deployment.ask(run) is None for run in runs] == [True, False, False]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"holding": 5}', b"\xff"])

@@ -6,6 +6,7 @@ DropforgeError
 ├── Malformed          a stored object is not what its name says: a finding about that object alone
 ├── Conflict           another writer changed the record first: read it again, decide again
 ├── CloudError         a Google API refused or failed; carries an ErrorClass
+│   └── Refused        it did nothing, for a quota or a rate that frees itself: wait, or ask in another place
 └── RetryLater         not an error of the run: raised so that Eventarc delivers the event again
 """
 
@@ -102,3 +103,14 @@ class CloudError(DropforgeError):
         self.error_class = error_class
         self.message = message
         self.hint = hint
+
+
+class Refused(CloudError):
+    """A change that was refused for a quota or a rate, and did nothing. The same request may succeed later.
+
+    `is_sure`: an earlier request for the same change did nothing, either.
+    """
+
+    def __init__(self, error_class: ErrorClass, message: str, hint: str = "", *, is_sure: bool = True) -> None:
+        super().__init__(error_class, message, hint)
+        self.is_sure = is_sure

@@ -71,11 +71,11 @@ class Places(Stored):
         """Every run that holds a place or waits for one."""
         return {entry.run for entry in (*self.holding, *self.waiting)}
 
-    def with_waiting(self, entry: Entry) -> Places:
-        """These places with a run that waits, unless it waits already or holds a place."""
-        if entry.run in self.runs:
-            return self
-        return self.model_copy(update={"waiting": sorted([*self.waiting, entry], key=_order)})
+    def with_waiting(self, *entries: Entry) -> Places:
+        """These places with runs that wait, but for those that wait already or hold a place."""
+        known = self.runs
+        added = [entry for entry in entries if entry.run not in known]
+        return self.model_copy(update={"waiting": sorted([*self.waiting, *added], key=_order)}) if added else self
 
     def with_holding(self, entries: Iterable[Entry]) -> Places:
         """These places with runs that were lost from this object. They hold a place, whatever the rules say."""

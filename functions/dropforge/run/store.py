@@ -245,6 +245,19 @@ class RunStore:
         """Write an object if its generation is `generation` (0: it does not exist); False otherwise."""
         return self._write(name, data, generation, content_type) is not None
 
+    def try_write(self, name: str, data: bytes, generation: int) -> bool:
+        """`write` for an object that many runs share; False also if the bucket takes no write of it now.
+
+        Cloud Storage takes one write of an object a second. Its library would repeat the write for two minutes, while
+        the other runs change the object, and the call would keep its function busy for all of that time.
+        """
+        from google.api_core.exceptions import TooManyRequests
+
+        try:
+            return self._write(name, data, generation, retry=None) is not None
+        except TooManyRequests:
+            return False
+
     def replace(self, name: str, data: bytes) -> None:
         """Write an object over the present one. Another writer may win: use this where both versions are good."""
         try:
@@ -417,9 +430,18 @@ class RunStore:
         return known
 
     def _write(
-        self, name: str, data: bytes, generation: int, content_type: str = "application/json", summary: str = ""
+        self,
+        name: str,
+        data: bytes,
+        generation: int,
+        content_type: str = "application/json",
+        summary: str = "",
+        **options: Any,
     ) -> int | None:
-        """Write an object; return its new generation, or None if the generation before was not `generation`."""
+        """Write an object; return its new generation, or None if the generation before was not `generation`.
+
+        `options` are further arguments of Blob.upload_from_string.
+        """
         from google.api_core.exceptions import PreconditionFailed
 
         blob = self.bucket.blob(name)
@@ -427,7 +449,7 @@ class RunStore:
             blob.metadata = {KEY: summary}
         try:
             blob.upload_from_string(
-                data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS
+                data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS, **options
             )
         except PreconditionFailed:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dropforge.base.errors import CloudError
+from dropforge.base.errors import CloudError, Conflict
 from dropforge.context import Context
 from dropforge.run.record import Record
 from dropforge.tell.everybody import conclude
@@ -11,11 +11,11 @@ from .places import leave
 
 
 def finish(context: Context, record: Record) -> bool:
-    """Do what follows the end of a run; False if not everybody was told, and another try may succeed. Idempotent."""
-    leave(context, record)
+    """Do what follows the end of a run; False if something is left to do, and another try may succeed. Idempotent."""
     try:
+        leave(context, record)
         conclude(context, record, context.store.spec(record.run))
-    except CloudError:
+    except (CloudError, Conflict):
         return False
     context.log(record.state.lower(), stage="notify", run=record.run)
     return True

@@ -27,13 +27,13 @@ def next_look_since(began: datetime, now: datetime, usual_seconds: float) -> flo
     return next_look((now - began).total_seconds(), usual_seconds)
 
 
-def next_turn(waited_seconds: float) -> float:
+def next_turn(waited_seconds: float, shortest_seconds: float = SHORTEST_TURN_SECONDS) -> float:
     """Seconds until the next look at whether the turn of a run or a rollout has come, by the time waited so far.
 
     Others may take days, and Cloud Workflows ends an execution after 100,000 steps
     (https://cloud.google.com/workflows/quotas).
     """
-    return max(SHORTEST_TURN_SECONDS, min(waited_seconds / TURNS, LONGEST_TURN_SECONDS))
+    return max(shortest_seconds, min(waited_seconds / TURNS, LONGEST_TURN_SECONDS))
 
 
 def next_reason(waited_seconds: float) -> float:

@@ -7,16 +7,17 @@ the records. A policy without such limits costs no request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
 
 from pydantic import ValidationError
 
-from dropforge.base.errors import Conflict, NotFound
+from dropforge.base.errors import Conflict, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.run.places import Entry, Places, Rule, Wait
 from dropforge.run.record import Notice, Record, RunState
-from dropforge.run.store import UPDATE_TRIES
 from dropforge.spec import JobSpec
 from dropforge.spec.policy import BrokenPolicy, ByLabel, policy_of
 from dropforge.tell.everybody import warn
@@ -26,13 +27,16 @@ from .ceiling import cost_of
 from .looks import next_turn
 
 OBJECT = "runs/places.json"
+# With pauses of 5 s at most in all, because a call keeps an instance of its function busy; of the sweep, 82 s.
+CHANGE_TRIES, REPAIR_TRIES = 9, 13
+READERS = 32  # of specs at once
 PATIENCE = timedelta(hours=1)  # of the workflow, if provision does not answer any more
 
 
 def wait_for_place(context: Context, run: str, execution: str, spec: JobSpec) -> Pending | None:
     """Wait for a place if the policy limits how many such runs there may be; None if the run may continue.
 
-    Raises NotFound for an unknown run, and Conflict if the places keep changing.
+    Raises NotFound for an unknown run, and Conflict if the record keeps changing.
     """
     rules = _rules(context)
     if not any(rule.covers(spec.labels) for rule in rules):
@@ -41,8 +45,11 @@ def wait_for_place(context: Context, run: str, execution: str, spec: JobSpec) ->
     record = store.update(run, lambda latest: latest.claimed(execution))
     if record.execution != execution or record.state is not RunState.ACCEPTED or record.placed:
         return None
-    entry = _entry(record, spec)
-    waits = _change(context, rules, lambda places: places.with_waiting(entry))
+    entry, now = _entry(record, spec), context.now()
+    try:
+        waits = _change(context, rules, lambda places: places.with_waiting(entry))
+    except Conflict:  # many runs change the places: the sweep enters this run, unless the run itself is faster
+        return _not_entered(context, record, [rule for rule in rules if rule.covers(spec.labels)], now)
     now = context.now()
     if wait := waits.get(run):
         record = store.update(run, lambda latest: latest.with_wait(wait.rule, wait.place, now))
@@ -66,9 +73,9 @@ def known_runs(context: Context) -> set[str]:
 
 
 def repair(context: Context, records: Mapping[str, Record | None]) -> None:
-    """Take the places of runs that have ended, and enter runs that lost theirs. Raises Conflict.
+    """Take the places of runs that have ended, and enter runs that lost theirs, or could not enter. Raises Conflict.
 
-    If a waiting run is missing, the run itself enters the object at its next call.
+    All of that is one write: where many runs begin and end, the object takes fewer changes than there are runs.
     """
     rules = _rules(context)
     if not rules:
@@ -78,14 +85,16 @@ def repair(context: Context, records: Mapping[str, Record | None]) -> None:
     lost = [run for run, record in records.items() if record and _holds_place(record) and run not in held]
     again = [record for run in lost if (record := context.store.find(run)) and _holds_place(record)]
     entries = [_entry(record, context.store.spec(record.run)) for record in again]
+    missing = [run for run, record in records.items() if record and run not in places.runs and _waits(record)]
+    behind = [entry for entry in context.cloud.threads.map(partial(_waiting, context), missing, READERS) if entry]
     over = [record for run in places.runs if (record := records.get(run)) and record.state.is_terminal]
 
     def repaired(present: Places) -> Places:
         for record in over:
             present = present.without(record.run, _cost_in_the_end(record), rules)
-        return present.with_holding(entries)
+        return present.with_holding(entries).with_waiting(*behind)
 
-    _change(context, rules, repaired)
+    _change(context, rules, repaired, REPAIR_TRIES)
 
 
 def _rules(context: Context) -> list[Rule]:
@@ -101,19 +110,21 @@ def _rules(context: Context) -> list[Rule]:
     return [rule for rule in rules if rule.runs is not None or rule.usd is not None]
 
 
-def _change(context: Context, rules: list[Rule], change: Callable[[Places], Places]) -> dict[str, Wait]:
+def _change(
+    context: Context, rules: list[Rule], change: Callable[[Places], Places], tries: int = CHANGE_TRIES
+) -> dict[str, Wait]:
     """Change the places and give out those that are free, in one conditional write, again after each conflict.
 
     Returns what each run waits for. Raises Conflict.
     """
     today = context.now().date().isoformat()
-    for attempt in range(UPDATE_TRIES):
+    for attempt in range(tries):
         before, generation = _read(context)
         after, waits = change(before).given_out(rules, today)
-        if after == before or context.store.write(OBJECT, after.model_dump_json().encode(), generation):
+        if after == before or context.store.try_write(OBJECT, after.model_dump_json().encode(), generation):
             return waits
         context.cloud.clock.sleep(context.cloud.chance.uniform(0, 0.01 * 2**attempt))
-    raise Conflict(f"{OBJECT} kept changing through {UPDATE_TRIES} tries")
+    raise Conflict(f"{OBJECT} kept changing through {tries} tries")
 
 
 def _read(context: Context) -> tuple[Places, int]:
@@ -132,8 +143,21 @@ def _read(context: Context) -> tuple[Places, int]:
 def _pending(context: Context, record: Record, spec: JobSpec, wait: Wait, now: datetime) -> Pending:
     text = f"place {wait.place} of those that wait for `{wait.rule}` of the deployment's policy; {_free(wait)}"
     warn(context, record, spec, Notice("queued", "waits for a place", text))
-    waited = (now - record.queued.since).total_seconds() if record.queued else 0.0
-    return Pending(wait_seconds=next_turn(waited), deadline=(now + PATIENCE).timestamp())
+    return _turn(record.queued.since if record.queued else now, now)
+
+
+def _not_entered(context: Context, record: Record, rules: list[Rule], now: datetime) -> Pending:
+    """The answer for a run that could not enter the places. Its record says that the run waits, behind the others."""
+    if record.queued is None:
+        limit = next(f"{rule.name}{'max_runs' if rule.runs is not None else 'max_usd_per_day'}" for rule in rules)
+        place = len(_read(context)[0].waiting) + 1
+        context.store.update(record.run, lambda latest: latest.with_wait(limit, place, now))
+    return _turn(record.queued.since if record.queued else record.created, now)
+
+
+def _turn(since: datetime, now: datetime) -> Pending:
+    """The answer for a run that waits since `since`."""
+    return Pending(wait_seconds=next_turn((now - since).total_seconds()), deadline=(now + PATIENCE).timestamp())
 
 
 def _free(wait: Wait) -> str:
@@ -145,6 +169,20 @@ def _free(wait: Wait) -> str:
 def _entry(record: Record, spec: JobSpec) -> Entry:
     day = record.placed.date().isoformat() if record.placed else ""
     return Entry(run=record.run, created=record.created, labels=spec.labels, usd=cost_of(spec).most or 0.0, day=day)
+
+
+def _waiting(context: Context, run: str) -> Entry | None:
+    """The entry of a run that still waits. A run whose objects cannot be read does not stop the others."""
+    with suppress(Malformed, NotFound):
+        record = context.store.record(run)
+        return _entry(record, context.store.spec(run)) if _waits(record) else None
+    return None
+
+
+def _waits(record: Record) -> bool:
+    """Whether a run waits for a place; it has asked for one, so its execution runs, and not in a queue."""
+    is_waiting = record.state is RunState.ACCEPTED and record.queued is not None and record.placed is None
+    return is_waiting and record.cancel_requested is None
 
 
 def _holds_place(record: Record) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass, Refused
 from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, launch_of
+from dropforge.platforms.training import Launch, Waits, launch_of
 from dropforge.run.record import WAITING_SECONDS, Attempt, Limit, Outcome, Record, RunError, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Cancelled, Failed, Gate, Pending, Running, Succeeded, Superseded, failed, superseded
-from .looks import LONGEST_SECONDS, SHORTEST_SECONDS, next_look
+from .looks import LONGEST_SECONDS, SHORTEST_SECONDS, next_look, next_turn
 from .places import wait_for_place
 from .retries import retry_or_fail
 from .waits import cancelled_while, note_wait, warn_of_wait
@@ -173,10 +173,18 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
     resources = _resources(context, launch)
     if not store.intend_all(record, resources, launch.attempt, _is_current(launch)):
         return superseded(store.record(launch.run))
-    asked = context.now()
-    if waits := target.provision(context.cloud, launch):
-        # No machine was running when the cloud answered, so the cost counts from then at the earliest.
-        record = note_wait(context, record, waits.reason, asked)
+    asked, turn, is_sure = context.now(), 0.0, True
+    try:
+        waits = target.provision(context.cloud, launch)
+    except Refused as refused:
+        if refused.error_class.moves_on and _has_untried_placement(record, launch.spec):
+            raise
+        # Many runs may wait for the same quota, and each request counts for the rate: the longer, the rarer.
+        waits, turn = Waits(refused.message), next_turn((asked - record.began).total_seconds(), LONGEST_SECONDS)
+        is_sure = refused.is_sure
+    if waits:
+        if is_sure:  # no machine was running when the cloud answered, so the cost counts from then at the earliest
+            record = note_wait(context, record, waits.reason, asked)
         record = warn_of_wait(context, record, launch.spec)
         # Creating a cluster of the attempt, or a machine without a queue, takes time; max_wait is for capacity only.
         waited = (context.now() - attempt.started).total_seconds()
@@ -186,7 +194,7 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
             message += f": {record.wait_reason}" * bool(record.wait_reason)
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         usual = max((context.platforms.usual(kind).creation for kind, _ in resources), default=0.0)
-        return Pending(wait_seconds=next_look(waited, usual), deadline=attempt.deadline.timestamp())
+        return Pending(wait_seconds=max(turn, next_look(waited, usual)), deadline=attempt.deadline.timestamp())
     now = context.now()
     if now - attempt.started >= timedelta(seconds=WAITING_SECONDS):  # before that, the start says about the same
         store.update(launch.run, lambda latest: latest.with_launch(launch.attempt, now))
@@ -207,6 +215,11 @@ def _is_current(launch: Launch) -> Callable[[Record], bool]:
 def _running(attempt: Attempt) -> Running:
     # Many problems of an attempt show as soon as it is launched.
     return Running(deadline=attempt.deadline.timestamp(), attempt=attempt.number, wait_seconds=SHORTEST_SECONDS)
+
+
+def _has_untried_placement(record: Record, spec: JobSpec) -> bool:
+    """Whether a later placement has refused no attempt of the run yet."""
+    return _moves(record) + 1 < len(spec.target.placements)
 
 
 def _moves(record: Record) -> int:

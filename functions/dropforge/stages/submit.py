@@ -295,9 +295,9 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
     if context.store.has_cancel(record.run, record.topic):
         cancel(context, record.run)
         return context.store.record(record.run)
-    tell(context, record, spec)
-    if execution:
+    if execution:  # it was started after everybody was told
         return note_execution(context, record, execution)
+    tell(context, record, spec)
     # The first call of the execution claims the run in the bucket. Here, only the answer names the execution.
     return record.claimed(start_execution(context.cloud, record.run))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Literal
 
-from dropforge.base.errors import CloudError
+from dropforge.base.errors import CloudError, Refused
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
@@ -17,7 +17,7 @@ from dropforge.tell.run_events import announce
 
 from .answers import Ended, Gone, Pending, Superseded, superseded
 from .ending import finish
-from .looks import next_look_since
+from .looks import LONGEST_SECONDS, next_look_since, next_turn
 
 Scope = Literal["attempt", "run"]
 # A deletion that is slower than any cluster's may never end unless a person intervenes.
@@ -61,6 +61,9 @@ def teardown(
         is_kept = keep_endpoint and record.cancel_requested is None
         try:
             deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+        except Refused:
+            _announce(context, record, scope)
+            return _later(context, record, scope)
         except CloudError:
             _announce(context, record, scope)
             raise
@@ -123,14 +126,26 @@ def _told(context: Context, record: Record) -> Ended | Pending:
 def _pending(context: Context, record: Record, scope: Scope, entries: list[LedgerEntry]) -> Pending:
     """Call again soon; after SLOW_AFTER, call again less often and log a warning for the alert run_stuck."""
     remaining = [entry.name for entry in entries]
-    ended = record.attempts[-1].ended if record.attempts and scope == "attempt" else None
-    began, now = ended or record.history[-1].time, context.now()
+    began, now = _began(record, scope), context.now()
     if now - began < SLOW_AFTER:
         usual = max(context.platforms.usual(entry.kind).deletion for entry in entries)
         return Pending(wait_seconds=next_look_since(began, now, usual), remaining=remaining)
     message = f"not gone after {(now - began).total_seconds() / 60:.0f} min"
     context.log(message, stage="teardown", run=record.run, severity="WARNING", resources=remaining)
     return Pending(wait_seconds=SLOW_RETRY_SECONDS, remaining=remaining)
+
+
+def _later(context: Context, record: Record, scope: Scope) -> Pending:
+    """Call again after a deletion that was refused for a rate: every request counts, so the longer, the rarer."""
+    remaining = [entry.name for entry in context.store.ledger_of(record).remaining()]
+    waited = (context.now() - _began(record, scope)).total_seconds()
+    return Pending(wait_seconds=next_turn(waited, LONGEST_SECONDS), remaining=remaining)
+
+
+def _began(record: Record, scope: Scope) -> datetime:
+    """When the teardown of a run, or of its attempt, began."""
+    ended = record.attempts[-1].ended if record.attempts and scope == "attempt" else None
+    return ended or record.history[-1].time
 
 
 def _without_waiting_attempt(record: Record, now: datetime) -> Record:

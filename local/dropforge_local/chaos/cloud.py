@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import requests
 from google.api_core.exceptions import NotFound
@@ -20,7 +20,7 @@ from .seam import context_of
 from .storage import Storage
 from .tpu import Tpu
 from .trainer import Trainer
-from .workflows import WORKFLOW, Workflows
+from .workflows import WORKFLOW, Post, Workflows
 from .world import LOCATION, PROJECT, World
 
 SPECS, RUNS = "chaos-specs", "chaos-runs"
@@ -68,19 +68,33 @@ class Platform(Protocol):
         """Whether what serves at a URL would answer a request."""
 
 
+class Services(NamedTuple):
+    """The constructors of the services that have quotas in another simulation (limited.py)."""
+
+    functions: Callable[[World], Functions] = Functions
+    events: Callable[[World, Functions, Mapping[str, str]], Events] = Events
+    storage: Callable[[World, tuple[str, ...]], Storage] = Storage
+    workflows: Callable[[World, Post], Workflows] = Workflows
+    run: Callable[[World], CloudRun] = CloudRun
+
+
 class Cloud:
     """The services, connected with each other. `clusters` are the regions with a standing GKE cluster."""
 
-    def __init__(self, world: World, clusters: tuple[str, ...] = (), policy: str = "") -> None:
+    def __init__(
+        self, world: World, clusters: tuple[str, ...] = (), policy: str = "", services: Services | None = None
+    ) -> None:
+        make = services or Services()
         self.world = world
-        self.functions = Functions(world)
-        self.events = Events(world, self.functions, SUBSCRIBERS)
-        self.storage = Storage(world, (SPECS, RUNS))
+        self.secrets = dict(SECRETS)
+        self.functions = make.functions(world)
+        self.events = make.events(world, self.functions, SUBSCRIBERS)
+        self.storage = make.storage(world, (SPECS, RUNS))
         self.storage.uploaded = self._uploaded
         self.storage.deleted = self._deleted
-        self.workflows = Workflows(world, self.functions.post)
+        self.workflows = make.workflows(world, self.functions.post)
         self.trainer = Trainer(world, self.storage, self.events, RUNS)
-        disks, run = Disks(world), CloudRun(world)
+        disks, run = Disks(world), make.run(world)
         tpu = Tpu(world, disks, self.storage, self.events)
         gke = Gke(world, clusters)
         run.launched = tpu.launched = gke.launched = self.trainer.start
@@ -129,9 +143,10 @@ class Cloud:
     def _secret(self, name: str, timeout: float) -> Any:
         def read() -> Any:
             secret = name.split("/")[3]
-            if secret not in SECRETS:
+            if secret not in self.secrets:
                 raise NotFound(f"Secret [{secret}] not found or has no versions.")
-            return SimpleNamespace(state=SimpleNamespace(name="ENABLED"), payload=SimpleNamespace(data=SECRETS[secret]))
+            data = self.secrets[secret]
+            return SimpleNamespace(state=SimpleNamespace(name="ENABLED"), payload=SimpleNamespace(data=data))
 
         return self.world.effect("secrets.get", read)
 
@@ -162,10 +177,10 @@ class Cloud:
         """slack_sdk.WebhookClient."""
 
         def accept(text: str, blocks: list[dict[str, Any]]) -> Any:
-            down = self.world.happens(self.world.faults.slack_down)
+            status = self._slack_status(url)
             event_id = blocks[-1]["elements"][0]["text"].rsplit(" · ", 1)[1]
-            self.world.fact("slack", event=event_id, text=text, status=503 if down else 200)
-            return SimpleNamespace(status_code=503 if down else 200, body="down" if down else "ok")
+            self.world.fact("slack", event=event_id, text=text, status=status)
+            return SimpleNamespace(status_code=status, body="ok" if status == 200 else "down")
 
         def send(text: str, blocks: list[dict[str, Any]], unfurl_links: bool, unfurl_media: bool) -> Any:
             return self.world.effect(
@@ -173,6 +188,10 @@ class Cloud:
             )
 
         return SimpleNamespace(send=send)
+
+    def _slack_status(self, url: str) -> int:
+        """The status of Slack's answer to a message for a webhook."""
+        return 503 if self.world.happens(self.world.faults.slack_down) else 200
 
 
 def _source(bucket: str) -> str:

@@ -134,6 +134,7 @@ class CloudRun:
             create_time=_time(job.created),
             terminal_condition=condition,
             template=job.request.template,
+            latest_created_execution=SimpleNamespace(completion_time=_time(job.ended)),
         )
 
     # Executions of jobs

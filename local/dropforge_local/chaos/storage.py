@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,7 +57,7 @@ class Storage:
         name = bucket if isinstance(bucket, str) else bucket.name
 
         def read() -> tuple[list[Blob], list[str]]:
-            names = sorted(self._bucket(name))
+            names = self._names(name, prefix or "")
             kept, prefixes = [], set()
             for key in names:
                 if not key.startswith(prefix or "") or (start_offset and key < start_offset):
@@ -120,6 +120,10 @@ class Storage:
         if name not in self.objects:
             raise NotFound(f"The specified bucket does not exist: {name}")
         return self.objects[name]
+
+    def _names(self, bucket: str, prefix: str) -> Sequence[str]:
+        """The names of the objects that begin with `prefix`, in order."""
+        return sorted(name for name in self._bucket(bucket) if name.startswith(prefix))
 
     def _blob(self, bucket: str, name: str) -> Blob:
         stored = self.objects[bucket][name]

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import Conflict, NotFound
+from google.api_core.exceptions import Conflict, NotFound, ResourceExhausted
 from google.cloud import run_v2
 
 from dropforge.base import names
 from dropforge.base.clock import Clock
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass, Refused
 from dropforge.cloud.context import Cloud
 from dropforge.platforms.cloud_run.serve import CloudRunService, service_name
 from dropforge.platforms.cloud_run.train import CloudRunJobs, execution_name, job_name, job_request
@@ -31,6 +31,7 @@ JOB, EXECUTION = job_name(LAUNCH), execution_name(LAUNCH)
 DEPLOYMENT = Deployment(LAUNCH.run, spec_of(), settings_with(), NOW)
 SERVICE = service_name(DEPLOYMENT)
 CREATED = Waits("Cloud Run creates the service and starts its container")
+RATE = "Quota exceeded for quota metric 'Write requests' and limit 'Write requests per minute per region'"
 QUOTA = "Waiting for nvidia-l4 quota in us-central1: 3 of 3 in use."
 
 
@@ -204,6 +205,43 @@ def test_a_job_is_deleted_with_its_execution_and_gone_once_a_read_shows_that(die
     assert CloudRunJobs().teardown(api.cloud(), "run.googleapis.com/Job", JOB) is dies
     assert api.calls == [f"cancel {EXECUTION}", f"delete {JOB}"]
     assert CloudRunJobs().teardown(CloudRun().cloud(), "run.googleapis.com/Job", JOB) is True
+
+
+def test_an_execution_that_has_ended_is_not_cancelled() -> None:
+    """Cloud Run takes few changes a minute: a teardown that needed two of them could starve."""
+    ended = job()
+    ended.latest_created_execution.completion_time = NOW
+    api = CloudRun(ended)
+    assert CloudRunJobs().teardown(api.cloud(), "run.googleapis.com/Job", JOB) is True
+    assert api.calls == [f"delete {JOB}"]
+
+
+@pytest.mark.parametrize("message", ["Quota exceeded for total jobs per project per region.", RATE])
+def test_a_create_that_is_refused_for_a_quota_did_nothing_unless_an_earlier_one_did(message: str) -> None:
+    def refuse(**_: Any) -> None:
+        raise ResourceExhausted(message)
+
+    api, had_effect = CloudRun(), CloudRun(job())
+    api.create_job = had_effect.create_job = refuse  # type: ignore[method-assign]
+    with pytest.raises(Refused) as refused:
+        CloudRunJobs().provision(api.cloud(), LAUNCH)
+    assert refused.value.is_sure
+    assert CloudRunJobs().provision(had_effect.cloud(), LAUNCH) is None
+    api.get_job = _too_often  # type: ignore[method-assign, assignment]
+    with pytest.raises(Refused) as unsure:
+        CloudRunJobs().provision(api.cloud(), LAUNCH)
+    assert not unsure.value.is_sure
+
+
+def _too_often(**_: Any) -> None:
+    raise ResourceExhausted(RATE)
+
+
+def test_a_deletion_that_is_refused_for_a_rate_did_nothing() -> None:
+    api = CloudRun(job())
+    api.delete_job = _too_often  # type: ignore[method-assign, assignment]
+    with pytest.raises(Refused, match="per minute"):
+        CloudRunJobs().teardown(api.cloud(), "run.googleapis.com/Job", JOB)
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dropforge.base import names
-from dropforge.base.errors import ErrorClass
-from dropforge.cloud.classify import classify, classify_text, client_errors
+from dropforge.base.errors import CloudError, ErrorClass, Refused
+from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
@@ -28,7 +28,7 @@ from .spec import CloudRunTarget
 
 KIND = "run.googleapis.com/Job"
 DELETE_WAIT_SECONDS = 5.0  # most deletions take less; the next call looks at the rest
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.1  # until the first look at a deletion; each later pause is twice as long
 WORK = "/work"  # where an ephemeral disk is mounted
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
 # The text of the condition: "Task T failed with exit code: 0 and message: ...". Google does not document this text; it
@@ -77,7 +77,10 @@ class CloudRunJobs:
             if not self._is_own(cloud, launch):
                 return Waits(f"{job_name(launch)} is being deleted")
         except client_errors() as error:
-            raise classify(error) from error
+            problem = _problem(error)
+            if not isinstance(problem, Refused):
+                raise problem from error
+            self._check_refused(cloud, launch, problem)
         return None
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
@@ -115,7 +118,7 @@ class CloudRunJobs:
         try:
             return self._delete(cloud, name)
         except client_errors() as error:
-            raise classify(error) from error
+            raise _problem(error) from error
 
     def _job(self, cloud: Cloud, launch: Launch) -> Any:
         from google.api_core.exceptions import NotFound
@@ -134,6 +137,17 @@ class CloudRunJobs:
         if job is not None:
             check_owner(job.name, job.labels, launch.run)
         return job is not None
+
+    def _check_refused(self, cloud: Cloud, launch: Launch, refused: Refused) -> None:
+        """Raise the refusal of a create, unless an earlier create whose answer was lost has created the job."""
+        try:
+            is_created = self._is_own(cloud, launch)
+        except CloudError as error:
+            if error.error_class is not ErrorClass.TRANSIENT:
+                raise
+            raise Refused(refused.error_class, refused.message, refused.hint, is_sure=False) from error
+        if not is_created:
+            raise refused
 
     def _create(self, cloud: Cloud, launch: Launch) -> None:
         """Ask Cloud Run to create the job. Raises client errors, such as Conflict if the job exists."""
@@ -167,7 +181,7 @@ class CloudRunJobs:
         from google.api_core.exceptions import BadRequest, Conflict, NotFound
 
         jobs = cloud.clients.run_jobs()
-        deadline = cloud.clock.monotonic() + DELETE_WAIT_SECONDS
+        deadline, pause = cloud.clock.monotonic() + DELETE_WAIT_SECONDS, LOOK_SECONDS
         _cancel_execution(cloud, name)
         try:
             try:
@@ -176,23 +190,37 @@ class CloudRunJobs:
                 if not jobs.get_job(name=name, timeout=TIMEOUT_SECONDS).delete_time:
                     raise
             while cloud.clock.monotonic() < deadline:
-                cloud.clock.sleep(LOOK_SECONDS)  # a deletion takes longer than a request
+                cloud.clock.sleep(pause)  # a deletion takes longer than a request
+                pause *= 2
                 jobs.get_job(name=name, timeout=TIMEOUT_SECONDS)
         except NotFound:
             return True
         return False
 
 
+def _problem(error: Exception) -> CloudError:
+    """The error of a change. Cloud Run says RESOURCE_EXHAUSTED for quotas, rates, and also for a lack of machines."""
+    problem = classify(error)
+    if status_of(error) != "RESOURCE_EXHAUSTED" or problem.error_class is ErrorClass.STOCKOUT:
+        return problem
+    return Refused(problem.error_class, problem.message, problem.hint)
+
+
 def _cancel_execution(cloud: Cloud, job: str) -> None:
-    """Cancel the execution of a job: Cloud Run does not document that deleting a job ends it."""
+    """Cancel the execution of a job: Cloud Run does not document that deleting a job ends it.
+
+    Most executions have ended by then. Cloud Run takes many more reads than changes a minute, so a job is read first.
+    """
     from google.api_core.exceptions import BadRequest, NotFound
 
     attempt = names.training_of(job.rsplit("/", 1)[1])
     if attempt is None:
         return
     try:
-        execution = _execution_of(job, attempt[1])
-        cloud.clients.run_executions().cancel_execution(name=execution, timeout=TIMEOUT_SECONDS)
+        present = cloud.clients.run_jobs().get_job(name=job, timeout=TIMEOUT_SECONDS)
+        if not present.latest_created_execution.completion_time:
+            execution = _execution_of(job, attempt[1])
+            cloud.clients.run_executions().cancel_execution(name=execution, timeout=TIMEOUT_SECONDS)
     except (NotFound, BadRequest):
         pass  # it never started, or it has ended
 
