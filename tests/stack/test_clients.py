@@ -11,6 +11,7 @@ import sys
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
@@ -154,8 +155,12 @@ FILES = {
 WORDS = {"openai": "python -c"}
 
 
-def ray_variables(user: User) -> dict[str, str]:
-    """The variables that the page names for `ray`, read with kubectl's configuration, of a run that trains."""
+@contextmanager
+def ray_variables(user: User) -> Iterator[dict[str, str]]:
+    """The variables that the page names for `ray`, read with kubectl's configuration, of a run that trains.
+
+    The run ends afterwards: its cluster would take processor time from other tests.
+    """
     run = user.drop(user.spec("hang", target={"type": "ray", **PARTS["ray"]}))
     user.wait(run, "TRAINING")
     core: Any = kubernetes.client.CoreV1Api(kubernetes.config.new_client_from_config(str(user.state / "kubeconfig")))
@@ -163,20 +168,28 @@ def ray_variables(user: User) -> dict[str, str]:
     cluster = core.list_namespaced_pod("dropforge", label_selector=label).items[0].metadata.labels["ray.io/cluster"]
     head = core.read_namespaced_service(f"{cluster}-head-svc", "dropforge").metadata.annotations
     token = core.read_namespaced_secret(cluster, "dropforge").data["auth_token"]
-    return {
+    yield {
         "RAY_ADDRESS": json.loads(head["local.dropforge/urls"])["8265"],
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": b64decode(token).decode(),
     }
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
+    user.wait(run, "CANCELLED")
 
 
-def openai_variables(user: User) -> dict[str, str]:
+@contextmanager
+def openai_variables(user: User) -> Iterator[dict[str, str]]:
     """The variables that the page names for `openai`, of a run that serves."""
     run = user.drop(user.spec(serve={"type": "cloud_run", **SERVES["cloud_run"]}))
     endpoint = user.wait(run, "SUCCEEDED").endpoint
     assert endpoint is not None
     token = CliRunner().invoke(cli, ["token", run, "--state", str(user.state)]).output.strip()
-    return {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": token, "MODEL": endpoint.model}
+    yield {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": token, "MODEL": endpoint.model}
+
+
+@contextmanager
+def no_variables(user: User) -> Iterator[dict[str, str]]:
+    yield {}
 
 
 VARIABLES = {"ray": ray_variables, "openai": openai_variables}
@@ -204,22 +217,22 @@ def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str, 
     environment = {name: value for name, value in os.environ.items() if name != "CLOUDSDK_CORE_CUSTOM_CA_CERTS_FILE"}
     environment |= {"CLOUDSDK_CONFIG": str(tmp_path / "gcloud"), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     environment |= {"HOME": str(tmp_path), "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
-    environment |= VARIABLES[client](user) if client in VARIABLES else {}
     failures = []
-    for command in listed:
-        script = f"{settings}\n{command.replace('build/local', str(user.state))}"
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        if done.returncode:
-            failures.append(f"{command}\n{done.stderr[-1000:]}")
+    with VARIABLES.get(client, no_variables)(user) as variables:
+        for command in listed:
+            script = f"{settings}\n{command.replace('build/local', str(user.state))}"
+            done = subprocess.run(
+                ["bash", "-c", script],
+                cwd=tmp_path,
+                env=environment | variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            if done.returncode:
+                failures.append(f"{command}\n{done.stderr[-1000:]}")
     assert not failures, "\n\n".join(failures)
 
 
