@@ -334,6 +334,7 @@ class Record(Stored):
     notices: list[str] = []
     resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
     about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
+    spec: dict[str, JsonValue] | None = None  # the accepted spec; None: it is an object of its own
 
     @property
     def topic(self) -> str:

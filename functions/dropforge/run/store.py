@@ -6,6 +6,7 @@ Every write carries a generation precondition: a function never overwrites the w
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,14 @@ class RunStore:
     def spec(self, run: str) -> JobSpec:
         """The accepted spec of a run, which never changes. Raises NotFound and Malformed."""
         return self._spec(run)
+
+    def spec_beside(self, run: str) -> JobSpec:
+        """The spec in an object of its own: a large spec, or that of a run from before 2026-11-27.
+
+        Raises NotFound and Malformed.
+        """
+        name = names.spec_object(run)
+        return _parsed(self.read(name).data, f"gs://{self.bucket.name}/{name}")
 
     def key(self, run: str) -> str:
         """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed."""
@@ -323,8 +332,8 @@ class RunStore:
         """Whether a run has a record."""
         return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
-    def has_spec(self, run: str) -> bool:
-        """Whether a run has an accepted spec."""
+    def has_spec_beside(self, run: str) -> bool:
+        """Whether a run has a spec in an object of its own."""
         return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
     def has_cancel(self, run: str, topic: str = "") -> bool:
@@ -433,12 +442,18 @@ class RunStore:
         return self.read(names.key_object(run)).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
-        name = names.spec_object(run)
-        try:
-            return JobSpec.model_validate_json(self.read(name).data)
-        except ValidationError as error:
-            where = f"gs://{self.bucket.name}/{name}"
-            raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None
+        record = self.recall(run)
+        if record is None or record.spec is None:
+            return self.spec_beside(run)
+        return _parsed(json.dumps(record.spec).encode(), f"/spec of gs://{self.bucket.name}/{names.record_object(run)}")
+
+
+def _parsed(data: bytes, where: str) -> JobSpec:
+    """An accepted spec. Raises Malformed for a spec that another version accepted, and this version refuses."""
+    try:
+        return JobSpec.model_validate_json(data)
+    except ValidationError as error:
+        raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None
 
 
 def _ahead(pool: ThreadPoolExecutor, pages: Iterator[T]) -> Iterator[T]:

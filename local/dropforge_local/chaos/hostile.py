@@ -86,7 +86,8 @@ class Hostile:
             self._world.after(self._draw.uniform(0, WITHIN_SECONDS), act)
 
     def _spec(self) -> JobSpec:
-        return JobSpec.model_validate_json(self._storage.get(self._bucket, f"runs/{self._run}/spec.json").data)
+        record = json.loads(self._storage.get(self._bucket, f"runs/{self._run}/record.json").data)
+        return JobSpec.model_validate(record["spec"])
 
     def _attack_object(self, victim: str) -> None:
         """Replace, delete, read or list what another run has written, or write what it may write next."""
