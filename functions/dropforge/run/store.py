@@ -382,8 +382,11 @@ class RunStore:
         raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
 
     def _change_known(self, name: str, change: Callable[[M], M]) -> M | None:
-        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now."""
-        known = self._known.pop(name, None)
+        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now.
+
+        Meanwhile, other calls of this process still have the content before the change.
+        """
+        known = self._known.get(name)
         if known is None:
             return None
         try:
@@ -392,7 +395,10 @@ class RunStore:
             return None
         if after is known.content:
             return None  # the remembered content needs no change, but the present object may
-        return after if self._put(name, after, known.generation) else None
+        if self._put(name, after, known.generation):
+            return after
+        self._known.pop(name, None)
+        return None
 
     def _load(self, name: str, model: type[M]) -> Known:
         """Read an object and remember it. Raises NotFound and Malformed."""
@@ -416,7 +422,12 @@ class RunStore:
         return True
 
     def _remember(self, name: str, known: Known) -> Known:
-        self._known[name] = known
+        """Remember what was read or written, as the newest; an answer that was slow replaces no newer content.
+
+        Google does not promise that generations grow. If they do not, the next write fails, and its call reads again.
+        """
+        before = self._known.pop(name, known)
+        self._known[name] = max(before, known, key=lambda each: each.generation)
         if len(self._known) > KNOWN:
             self._known.popitem(last=False)
         return known
