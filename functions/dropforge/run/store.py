@@ -26,7 +26,7 @@ from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
-from .proof import new_key
+from .proof import key_of_run, new_key
 from .record import Ledger, Record, ResourceState
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
@@ -35,6 +35,7 @@ M = TypeVar("M", bound=Record | Ledger)
 T = TypeVar("T")
 UPDATE_TRIES = 12
 LISTERS = 16  # parallel listings
+DAYS = 100  # keys of days that a process remembers
 KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
 
 
@@ -87,7 +88,9 @@ class RunStore:
         self._clock = clock or Clock()
         self._chance = chance or SystemRandom()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._key = lru_cache(KNOWN)(self._read_key)
+        self._own_key = lru_cache(KNOWN)(lambda run: self._read_key(names.key_object(run)))
+        self._day_key = lru_cache(DAYS)(lambda day: self._read_key(names.day_key_object(day)))
+        self._keyed = ""  # the last day whose key is known to exist
         self._known: OrderedDict[str, Known] = (
             OrderedDict()
         )  # the newest is last; the methods of OrderedDict are atomic
@@ -98,7 +101,7 @@ class RunStore:
         A run that has not ended gets its key and its open mark first.
         """
         if not record.state.is_terminal:
-            self.put_new(names.key_object(record.run), new_key(self._chance).encode(), "text/plain")
+            record = record.model_copy(update={"key_day": self._keyed_day(record.created)})
             self.mark_open(record)
         return self._put(names.record_object(record.run), record, 0)
 
@@ -151,9 +154,15 @@ class RunStore:
         return _parsed(self.read(name).data, f"gs://{self.bucket.name}/{name}")
 
     def key(self, run: str) -> str:
-        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed."""
+        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed.
+
+        Raises NotFound if somebody has deleted the key of the run's day: without it, nothing is proved.
+        """
+        record = self.recall(run)
+        if record is not None and record.key_day:
+            return key_of_run(self._day_key(record.key_day), run)
         try:
-            return self._key(run)
+            return self._own_key(run)
         except NotFound:  # not remembered: the run may be accepted, and get its key, later
             return ""
 
@@ -449,8 +458,16 @@ class RunStore:
             return None
         return int(blob.generation)
 
-    def _read_key(self, run: str) -> str:
-        return self.read(names.key_object(run)).data.decode("ascii")
+    def _keyed_day(self, time: datetime) -> str:
+        """The day of a time. Its key exists on return: the first call of a day writes the key."""
+        day = f"{time:%Y-%m-%d}"
+        if day != self._keyed:
+            self.put_new(names.day_key_object(day), new_key(self._chance).encode(), "text/plain")
+            self._keyed = day
+        return day
+
+    def _read_key(self, name: str) -> str:
+        return self.read(name).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
         record = self.recall(run)

@@ -97,10 +97,9 @@ class Hostile:
             f"machines/{victim}/attempt-{self._present_attempt(victim)}/status.json",
             f"checkpoints/{victim}/step-00000001/_COMPLETE",
             f"runs/{victim}/record.json",
-            f"keys/{victim}",
         )
         stored = self._storage.objects[self._bucket]
-        written = [name for name in stored if name.startswith(forgeries.places(victim))]
+        written = [name for name in stored if name.startswith((*forgeries.places(victim), "keys/"))]
         does = self._draw.choice(("create", "delete", "get", "list"))
         name = self._draw.choice(sorted({*written, *ahead}))
         place = f"projects/_/buckets/{self._bucket}"

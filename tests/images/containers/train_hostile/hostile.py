@@ -105,6 +105,7 @@ def objects(victim: str) -> Iterator[Try]:
 
 def written(victim: str, runs: Any) -> Iterator[Try]:
     """What only the control plane writes, in every way to write."""
+    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", f"keys/{victim}", f"keys/{RUN}"]
     names = [
         *(
             f"runs/{victim}/{name}"
@@ -118,13 +119,12 @@ def written(victim: str, runs: Any) -> Iterator[Try]:
         f"runs/{victim}/machine/attempt-1/status.json",
         "index/runs.json",
         "endpoints/other/endpoint.json",
-        f"keys/{victim}",
-        f"keys/{RUN}",
+        *keys,
     ]
     yield "write one's own model", put(runs, f"models/{RUN}/own")
     for name in names:
         yield from takes(runs, name)
-    for name in (f"keys/{victim}", f"keys/{RUN}", f"runs/{victim}/record.json", f"runs/{victim}/spec.json"):
+    for name in (*keys, f"runs/{victim}/record.json", f"runs/{victim}/spec.json"):
         yield from reads(runs, name)
 
 
