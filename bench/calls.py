@@ -4,8 +4,8 @@ The stack records each request of functions and containers (dropforge_local.base
 counts the steps that Google would bill. Nothing here depends on the speed of the machine, except how often a function
 looks at a run that has not ended: `python -m bench.calls --runs N` prints the mean of N runs, one after another.
 
-All functions share a process and what it remembers here. In the cloud, each function has its own process: a function
-that changes a record which another function has written reads it first, and reads the spec once.
+All functions share a process and what it remembers here. In the cloud, each function has its own process: it reads the
+record that another function has written, which has the spec, and once on each day the key of the day.
 """
 
 from __future__ import annotations

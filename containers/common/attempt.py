@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +30,10 @@ from .stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped,
 
 @dataclass(frozen=True)
 class Attempt:
-    """The job of this process and the objects that every step of it uses. `client` is Cloud Storage's."""
+    """The job of this process and the objects that every step of it uses. `client` is Cloud Storage's.
+
+    `given` is the spec as the function `access` gave it; None: it is in the runs bucket.
+    """
 
     job: Job
     directory: Path
@@ -38,6 +42,7 @@ class Attempt:
     reporter: Reporter
     client: Any
     checkpoints: CheckpointStore
+    given: Callable[[], Any]
 
     def resend_success(self) -> bool:
         """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
@@ -50,10 +55,17 @@ class Attempt:
         return True
 
     def load_spec(self) -> JobSpec:
-        """The run's job spec, from the runs bucket; the redactor learns its secrets. Raises InvalidSpec."""
-        spec = parse_spec(self.client.bucket(self.job.bucket).blob(spec_object(self.job.run)).download_as_bytes())
+        """The run's job spec; the redactor learns its secrets. Raises InvalidSpec."""
+        spec = parse_spec(self._spec_document())
         self.redact.learn(spec.secrets)
         return spec
+
+    def _spec_document(self) -> bytes:
+        given = self.given()
+        if given is not None:
+            return json.dumps(given).encode()
+        stored = self.client.bucket(self.job.bucket).blob(spec_object(self.job.run))
+        return bytes(stored.download_as_bytes())
 
     def succeed(self, manifest: Manifest) -> None:
         """Report the committed model. From here on a request to stop comes too late: ending takes less time."""
@@ -104,7 +116,7 @@ def _run_armed(
     load_secrets(clients, os.environ)
     checkpoints = CheckpointStore(client, job, reporter)
     try:
-        return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints))
+        return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints, clients.run_spec))
     except Stopped as request:
         checkpoints.wait(max(UPLOAD_SECONDS, stop.seconds_left(job.grace_seconds) - UPLOAD_MARGIN_SECONDS))
         step = checkpoints.saved_step

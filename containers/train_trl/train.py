@@ -5,8 +5,8 @@
 
 On a machine without a GPU, DROPFORGE_CPU_STANDS_IN=1 lets the CPU train.
 
-Reads gs://b/runs/<run>/spec.json; writes gs://b/checkpoints/<run>/ and gs://b/models/<run>/. Exit codes:
-containers/common/errors.py.
+Reads the spec that the function `access` gives or, without that function, gs://b/runs/<run>/spec.json. Writes
+gs://b/checkpoints/<run>/ and gs://b/models/<run>/. Exit codes: containers/common/errors.py.
 """
 
 from __future__ import annotations

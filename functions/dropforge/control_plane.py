@@ -56,7 +56,7 @@ class Usage:
 
 # The most that a run of one short attempt without an endpoint uses, from the upload to its end. Two messages, those of
 # the teardown and of the end, are in one request.
-RUN = Usage(internal_steps=34, external_steps=2, calls=8, writes=18, reads=14, messages=9)
+RUN = Usage(internal_steps=34, external_steps=2, calls=8, writes=16, reads=11, messages=9)
 # One look at a training attempt whose wait has timed out, and one point of its series.
 LOOK = Usage(internal_steps=6, external_steps=1, calls=1, writes=1, reads=5)
 PROGRESS = Usage(writes=1)

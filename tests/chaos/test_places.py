@@ -12,7 +12,7 @@ from dropforge.stages import ending, places
 from dropforge_local.chaos.checker import check
 from dropforge_local.chaos.simulation import run
 
-SEED = 167  # its policy lets one run begin, and three wait at once
+SEED = 67  # its policy lets one run begin, and at least two wait at once
 
 
 def _too_many(patch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class Google:
     """The metadata server and the function; `status` is the function's answer."""
 
     def __init__(self) -> None:
-        self.status, self.asked, self.seconds = 200, list[str](), 3600
+        self.status, self.asked, self.seconds, self.more = 200, list[str](), 3600, dict[str, Any]()
 
     def __call__(self, url: str, method: str = "GET", body: bytes = b"", headers: Any = None, **_: Any) -> Any:
         if "/identity" in url:
@@ -35,7 +35,7 @@ class Google:
             return SimpleNamespace(status=200, data=claims.encode(), headers={"content-type": "text/html"})
         assert (url, method, body.decode()) == (FUNCTION, "POST", ENVIRONMENT["DROPFORGE_ACCESS_REQUEST"])
         self.asked.append(headers["Authorization"])
-        answer = {"access_token": f"token-{len(self.asked)}", "expires_in": self.seconds}
+        answer = {"access_token": f"token-{len(self.asked)}", "expires_in": self.seconds, **self.more}
         return SimpleNamespace(status=self.status, data=json.dumps(answer).encode(), headers={})
 
 
@@ -72,6 +72,15 @@ def test_a_token_is_renewed_before_it_ends(credentials: RunCredentials, google: 
     credentials.expiry -= timedelta(seconds=3600 - 60)
     assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-2"
     assert credentials.present(google)[0] == "token-2"
+
+
+@pytest.mark.parametrize("spec", [{"name": "a"}, None])
+def test_the_spec_comes_with_the_token(credentials: RunCredentials, google: Google, spec: Any) -> None:
+    google.more = {"spec": spec} if spec else {}
+    assert credentials.spec(google) == spec
+    assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-1"
+    assert credentials.spec(google) == spec
+    assert len(google.asked) == 1
 
 
 def test_the_threads_of_a_transfer_ask_once(credentials: RunCredentials, google: Google) -> None:

@@ -52,7 +52,9 @@ EXISTS_ALREADY = "needed when an earlier call has created the object and its ans
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
 STAYS = "needed when the object stays after its owner was deleted"
 OWNED = ("persistentvolumeclaims", "pods")
-TWO_AT_ONCE = "needed when two deliveries of a spec write the key of its run at the same time"
+FIRST = "needed by the first process of a day that accepts a run: it writes the key of the day"
+LATER = "needed by every other process: it finds the key of the day when it would write the key"
+SUBMITTERS = ("on_spec_message", "on_spec_uploaded", "sweep")
 UNUSED = {
     **{Grant(account, "kubernetes", f"delete {plural}"): STAYS for account in ENDERS for plural in OWNED},
     **{
@@ -83,9 +85,8 @@ UNUSED = {
     Grant("notify", "traces", "telemetry.traces.write"): OLDER,
     Grant("notify", "run_objects", "storage.objects.create"): OLDER,
     Grant("notify", "run_objects", "storage.objects.delete"): OLDER,
-    Grant("on_spec_message", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
-    Grant("on_spec_uploaded", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
-    Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
+    **{Grant(account, "key_objects", "storage.objects.create"): FIRST for account in SUBMITTERS},
+    **{Grant(account, "key_objects", "storage.objects.delete"): LATER for account in SUBMITTERS},
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     **{

@@ -129,8 +129,19 @@ def told(run: str, objects: Mapping[str, bytes], events: Iterable[Mapping[str, A
         sorted((each.attempt, _place(each.name, run), each.state.value) for each in ledger),
         [str(event["state"]) for event in events],
         [next((word for word in NOTICES if text.split(" ")[-1].startswith(word)), text) for text in texts],
-        sorted({name.replace(run, "RUN") for name in objects if _is_of_control_plane(name)}),
+        sorted(_objects(record, objects)),
     )
+
+
+def _objects(record: Record, found: Iterable[str]) -> set[str]:
+    """The objects of the control plane about a run, and the key of its day."""
+    others = {names.day_key_object(record.key_day): "keys/days/DAY"}
+    about = (name for name in found if _is_of_control_plane(name))
+    return {
+        others.get(name, name.replace(record.run, "RUN"))
+        for name in about
+        if name in others or not name.startswith(names.KEYS_PREFIX)
+    }
 
 
 class _ScriptedWorld(World):

@@ -76,8 +76,10 @@ class Elsewhere:
         write_manifest(client, OTHER_RUNS_BUCKET, self.manifest, self.key)
         served = {"type": "cloud_run", "ttl": "1h", "startup_timeout": "5m", **serve} if serve is not None else None
         spec = user.spec(behave, name="theirs", serve=served, notify={"slack": {"webhook_secret": "their-webhook"}})
-        self.write(names.spec_object(self.run), parse_spec(json.dumps(spec).encode()).model_dump_json(by_alias=True))
-        self.write(names.record_object(self.run), trained.model_copy(update={"run": self.run}).model_dump_json())
+        self.spec = parse_spec(json.dumps(spec).encode()).model_dump(mode="json", by_alias=True)
+        self.write(names.spec_object(self.run), json.dumps(self.spec))
+        record = trained.model_copy(update={"run": self.run, "spec": None})
+        self.write(names.record_object(self.run), record.model_dump_json())
 
     @property
     def uri(self) -> str:
@@ -159,6 +161,17 @@ def test_a_model_of_another_deployment_serves_from_a_copy_that_this_one_proves(a
     named.retire()
     assert copies(named) == {rollout.run: []}
     assert theirs.content() == before
+
+
+def test_the_spec_of_the_other_run_may_be_in_its_record(user: User) -> None:
+    """So it is, unless it is large, or from before 2026-11-27."""
+    with lent(user, "cloud_run") as named:
+        theirs = Elsewhere(user)
+        theirs.change(names.record_object(theirs.run), lambda record: record.update(spec=theirs.spec))
+        theirs.bucket.blob(names.spec_object(theirs.run)).delete()
+        rollout = named.ended(named.ask(serve={"run": theirs.uri, "endpoint": named.name}))
+        assert rollout.state is RolloutState.PROMOTED, rollout.error
+        assert user.store.spec(rollout.run).name == "theirs"
 
 
 def test_a_rollback_needs_no_other_bucket_and_old_copies_are_deleted(named: Named) -> None:
@@ -251,7 +264,7 @@ def test_a_refused_model_is_answered_and_changes_nothing(user: User) -> None:
         assert named.record == before
         for rollout in asked:
             run = names.copy_id(rollout)
-            left = (names.record_object(run), names.spec_object(run), names.origin_object(run), names.key_object(run))
+            left = (names.record_object(run), names.spec_object(run), names.origin_object(run))
             assert [name for name in left if list(user.store.names(name))] == []
 
 

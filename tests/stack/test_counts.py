@@ -13,9 +13,9 @@ from bench.stack import User, running_stack
 from dropforge.control_plane import RUN, Usage
 
 RUNS = 6
-# The mean of RUNS runs: 36, 7 and 30, if `inspect` finds the manifest when the first event wakes it. Otherwise it looks
+# The mean of RUNS runs: 30, 7 and 30, if `inspect` finds the manifest when the first event wakes it. Otherwise it looks
 # twice, which costs 9 requests, a call and 5 steps.
-MOST_REQUESTS, MOST_INVOCATIONS, MOST_STEPS = 43, 8, 35
+MOST_REQUESTS, MOST_INVOCATIONS, MOST_STEPS = 37, 8, 35
 
 MOST_USD = 0.0007
 

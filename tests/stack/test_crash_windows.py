@@ -26,6 +26,7 @@ from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
+from dropforge.stages import submit
 
 from ..deployments import clients
 from ..stage_calls import (
@@ -274,13 +275,14 @@ def test_the_next_delivery_starts_a_run_whose_submit_crashed_after_the_record(
     assert [h.split()[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
 
 
-def test_the_first_spec_with_an_idempotency_key_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_large_spec_with_an_idempotency_key_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first delivery crashes after it wrote its spec; the second delivery has another spec with the same key."""
     key = f"reused-{time.time_ns()}"
 
     def crash(*_: Any) -> bool:
         raise ServiceUnavailable("killed")
 
+    monkeypatch.setattr(submit, "MAX_SPEC_IN_RECORD", 0)
     with monkeypatch.context() as patch:
         patch.setattr(RunStore, "create", crash)
         with pytest.raises(ServiceUnavailable):

@@ -172,7 +172,7 @@ class Stack:
         """The names of all objects of a run, with the content of those that a history needs."""
         found = [
             name
-            for prefix in (f"runs/{run}/", names.open_object(run), names.key_object(run))
+            for prefix in (f"runs/{run}/", names.open_object(run), names.KEYS_PREFIX)
             for name in self.user.store.names(prefix)
         ]
         read = {names.record_object(run), names.ledger_object(run)}

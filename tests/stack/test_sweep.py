@@ -24,6 +24,7 @@ from dropforge.platforms import get_target
 from dropforge.platforms.training import Launch, launch_of
 from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
+from dropforge.stages import submit
 from dropforge.stages.sweep import lost_work, orphans
 from dropforge_cli.main import cli
 
@@ -41,6 +42,7 @@ SERVE = {"type": "cloud_run", "ttl": "1h"}
 def without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the sweep's waiting times to zero: in these tests no other function works on the same runs."""
     monkeypatch.setattr(lost_work, "LOST_AFTER", timedelta(0))
+    monkeypatch.setattr(lost_work, "UNACCEPTED_FOR", timedelta(0))
     monkeypatch.setattr(lost_work, "LATE_FOR", timedelta(0))
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.2)
 
@@ -247,6 +249,7 @@ def test_the_sweep_starts_lost_specs_and_accepted_runs(user: User, monkeypatch: 
 
     key = f"unrecorded-{time.time_ns()}"
     with monkeypatch.context() as patch:
+        patch.setattr(submit, "MAX_SPEC_IN_RECORD", 0)  # no event repeats this message
         patch.setattr(RunStore, "_write", _die_before_the_record(RunStore._write))
         with pytest.raises(ServiceUnavailable):
             submit_message(json.dumps(user.spec()).encode(), key)

@@ -58,9 +58,22 @@ def deployment() -> Deployment:
 
 
 def test_the_containers_of_a_run_get_a_token(deployment: Deployment) -> None:
-    granted = access(deployment.context, RUN, proof(KEY, ACCESS_NAME, RUN.encode()), "trainer@p")
-    assert granted.to_json() == {"status": "GRANTED", "access_token": "token", "expires_in": 3600}
+    """Only the trainer may read the spec, so only its answer has the spec."""
+    for account in ("trainer@p", "server@p", "", "somebody@p"):
+        granted = access(deployment.context, RUN, proof(KEY, ACCESS_NAME, RUN.encode()), account).to_json()
+        spec = granted.pop("spec", None)
+        assert granted == {"status": "GRANTED", "access_token": "token", "expires_in": 3600}
+        stored = deployment.storage.blob(names.spec_object(RUN)).download_as_bytes()
+        assert spec == (json.loads(stored) if account == "trainer@p" else None)
     assert OTHER not in json.dumps(deployment.boundaries)
+
+
+def test_the_answer_has_no_more_than_the_token_reaches() -> None:
+    """A container that gets the spec with its token could read the spec with this token."""
+    spec = Resource(f"projects/_/buckets/runs/objects/{names.spec_object(RUN)}")
+    for is_trainer in (True, False):
+        reaches = Boundary(boundary("runs", RUN, JobSpec.model_validate(document()), is_trainer=is_trainer))
+        assert reaches.allows(READ, spec) is is_trainer
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import RetryLater
+from dropforge.base.errors import NotFound, RetryLater
 from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, job_event_message
 from dropforge.run.proof import PROOF
 from dropforge.run.store import RunStore
@@ -78,18 +78,55 @@ def test_the_proof_of_one_event_is_not_that_of_another(memory: Memory, store: Ru
 def test_the_events_of_a_run_that_has_no_key_are_kept(memory: Memory, store: RunStore) -> None:
     """The run was accepted before there were keys, so its container proves nothing."""
     run = make_run(store, SPEC)
-    del memory.objects[names.key_object(run)]
+    store.update(run, lambda record: record.model_copy(update={"key_day": ""}))
     receive(memory, Started(run=run, attempt=1, sequence=1, time=datetime.now(UTC)), "")
     assert kept(store, run) == 1
+
+
+def test_a_run_from_before_the_keys_of_days_keeps_its_own_key(memory: Memory, store: RunStore) -> None:
+    run = make_run(store, SPEC)
+    store.update(run, lambda record: record.model_copy(update={"key_day": ""}))
+    store.put_new(names.key_object(run), b"5" * 64)
+    event = Started(run=run, attempt=1, sequence=1, time=datetime.now(UTC))
+    receive(memory, event, "")
+    assert kept(store, run) == 0
+    receive(memory, event, "5" * 64)
+    assert kept(store, run) == 1
+
+
+def test_without_the_key_of_the_day_nothing_is_proved(memory: Memory, store: RunStore) -> None:
+    """Somebody has deleted it. A run without a key believes every container; this run must not be taken for such a
+    run."""
+    run = make_run(store, SPEC)
+    for name in [name for name in memory.objects if name.startswith(names.KEYS_PREFIX)]:
+        del memory.objects[name]
+    with pytest.raises(NotFound, match="keys/days/"):
+        receive(memory, Started(run=run, attempt=1, sequence=1, time=datetime.now(UTC)), "")
+    assert kept(store, run) == 0
 
 
 def test_every_run_has_a_key_of_its_own_that_never_changes(store: RunStore, memory: Memory) -> None:
     runs = [make_run(store, SPEC) for _ in range(3)]
     keys = [store.key(run) for run in runs]
-    assert len({*keys}) == 3
+    written = [data.decode() for name, (data, _) in memory.objects.items() if name.startswith(names.KEYS_PREFIX)]
+    assert len({*keys, *written}) == 4, "one key of the day, from which nobody reads that of a run"
     assert {len(key) for key in keys} == {64}
     store.create(store.record(runs[0]))
-    assert RunStore(memory, SETTINGS.runs_bucket).key(runs[0]) == keys[0]
+    other = RunStore(memory, SETTINGS.runs_bucket)
+    make_run(other, SPEC)
+    assert other.key(runs[0]) == store.key(runs[0]) == keys[0]
+
+
+def test_each_day_has_a_key_of_its_own(memory: Memory, store: RunStore) -> None:
+    first, later = make_run(store, SPEC), make_run(store, SPEC)
+    made = store.record(first)
+    moved = made.model_copy(update={"run": "next-0123456789ab", "created": made.created + timedelta(days=1)})
+    assert store.create(moved)
+    days = {store.record(run).key_day for run in (first, later, moved.run)}
+    assert {names.day_key_object(day) for day in days} == {
+        name for name in memory.objects if name.startswith(names.KEYS_PREFIX)
+    }
+    assert len(days) == len({memory.objects[names.day_key_object(day)][0] for day in days}) == 2
 
 
 class Callbacks:

@@ -19,6 +19,8 @@ from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
+from dropforge.run.store import RunStore
+from dropforge.spec import JobSpec
 from dropforge.stages import deploy as deploying_stage
 from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
@@ -566,16 +568,39 @@ def test_a_sweep_tells_an_untold_end_once(
     assert told == [state]
 
 
-def test_of_two_specs_under_a_key_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first delivery stored its spec, and crashed before the record."""
+@pytest.mark.parametrize("crashes", [True, False])
+def test_of_two_specs_under_a_key_the_first_counts(crashes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large specs, which are objects of their own, the first counts even if its delivery crashes before the record.
+    A delivery that wrote nothing but the open mark decided nothing."""
     monkeypatch.setattr("dropforge.stages.admission.check", lambda *_: None)
     monkeypatch.setattr(submit, "start_execution", lambda *_: "e-1")
+    monkeypatch.setattr(submit, "START_SECONDS", 0)
+    monkeypatch.setattr(submit, "find_execution", lambda *_: "e-1")
+    monkeypatch.setattr(submit, "MAX_SPEC_IN_RECORD", 0 if crashes else 1 << 14)
     place = Place()
     request = Request(place.context.settings.requests_topic, "key", "m-1")
     run, first = submit.run_of_request(place.context.settings, request), {**SPEC, "name": "first"}
-    place.store.put_new(names.spec_object(run), json.dumps(first).encode())
+    if crashes:
+        place.store.put_new(names.spec_object(run), json.dumps(first).encode())
+    else:
+        submit.submit_message(place.context, json.dumps(first).encode(), request)
     record = submit.submit_message(place.context, json.dumps({**SPEC, "name": "second"}).encode(), request)
-    assert record.name == "first"
+    assert record.name == place.store.spec(run).name == "first"
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_large_spec_is_an_object_of_its_own(longer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no record is large. Either way, the spec is what was submitted, for every later reader."""
+    monkeypatch.setattr("dropforge.stages.admission.check", lambda *_: None)
+    monkeypatch.setattr(submit, "start_execution", lambda *_: "e-1")
+    text = json.dumps(SPEC)
+    size = len(JobSpec.model_validate(SPEC).model_dump_json(by_alias=True).encode())
+    monkeypatch.setattr(submit, "MAX_SPEC_IN_RECORD", size - longer)
+    place = Place()
+    record = submit.submit_message(place.context, text.encode(), Request("t", "key", "m-1"))
+    assert (record.spec is None) is place.store.has_spec_beside(record.run) is bool(longer)
+    for store in (place.store, RunStore(place.store.bucket.client, place.store.bucket.name)):
+        assert store.spec(record.run) == JobSpec.model_validate(SPEC)
 
 
 @pytest.mark.parametrize(("execution", "attempt"), [("another execution", 1), (ME, 2)])

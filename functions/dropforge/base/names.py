@@ -188,8 +188,13 @@ def record_object(run: str) -> str:
     return f"runs/{run}/record.json"
 
 
+def day_key_object(day: str) -> str:
+    """The key of a day, such as 2026-11-27: the keys of the runs that were accepted on this day derive from it."""
+    return f"{KEYS_PREFIX}days/{day}"
+
+
 def key_object(run: str) -> str:
-    """The key of a run (run/proof.py)."""
+    """The key of a run that was accepted before 2026-11-27."""
     return f"{KEYS_PREFIX}{run}"
 
 

@@ -105,6 +105,16 @@ class Clients:
         token, seconds = self.run_credentials().present(self._run_request())
         return token, seconds
 
+    def run_spec(self) -> Any:
+        """The spec of the run, a JSON object, as the function `access` gave it; None if it gave none.
+
+        A function that cannot be reached is asked again, as in a request to Cloud Storage. Raises GoogleAuthError.
+        """
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        credentials = self.run_credentials()
+        return None if credentials is None else DEFAULT_RETRY(credentials.spec)(self._run_request())
+
     def _run_session(self, credentials: Any) -> Any:
         from .sessions import GoogleSession
 

@@ -37,6 +37,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         self._url = environment[URL_VARIABLE]
         self._body = environment[REQUEST_VARIABLE].encode()
         self._own = own
+        self._spec: Any = None
         self._lock = Lock()  # the threads of a transfer ask once
 
     def before_request(self, request: Any, method: str, url: str, headers: MutableMapping[str, str]) -> None:
@@ -55,6 +56,14 @@ class RunCredentials(Credentials):  # type: ignore[misc]
                 self.refresh(request)
             return str(self.token), int((self.expiry - _now()).total_seconds())
 
+    def spec(self, request: Callable[..., Any]) -> Any:
+        """The run's spec, which came with the token: a JSON object. Raises GoogleAuthError.
+
+        None in a server, and from a function of a version before 2026-11-27.
+        """
+        self.present(request)
+        return self._spec
+
     def refresh(self, request: Callable[..., Any]) -> None:
         """Ask for a new token. Raises RefreshError, which is retryable unless the function refuses."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._identity(request)}"}
@@ -64,7 +73,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
             message = f"the function access at {self._url} answered {answer.status}: {text[:300]}"
             raise RefreshError(message, retryable=answer.status in (408, 429) or answer.status >= 500)
         granted = json.loads(text)
-        self.token = granted["access_token"]
+        self.token, self._spec = granted["access_token"], granted.get("spec")
         self.expiry = _now() + timedelta(seconds=int(granted["expires_in"]))
 
     def _identity(self, request: Callable[..., Any]) -> str:

@@ -1,6 +1,6 @@
 """The artifacts of a run in the runs bucket: checkpoints, the model, and the manifest that makes the model valid.
 
-    runs/<run>/spec.json                          the accepted spec
+    runs/<run>/record.json                        the record, with the accepted spec (a large spec is in spec.json)
     checkpoints/<run>/step-00000100/…, _COMPLETE  a checkpoint; incomplete without its marker
     checkpoints/<run>/tokens/<key>.safetensors    the token ids of the rows, for later attempts
     models/<run>/attempt-1/{model,adapter}/…      the export of that attempt

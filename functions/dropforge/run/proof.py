@@ -1,10 +1,11 @@
 """The run's key: containers prove with it that they belong to a run.
 
 The containers of all runs have the same account. So Cloud Storage and Pub/Sub do not know to which run a writer
-belongs. `submit` writes a random key to keys/<run> in the runs bucket, which only functions may read
-(terraform/iam.tf). The functions give the key to the containers of that run, and to no other container. What a
-container writes for the control plane, or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of
-the object's name and content.
+belongs. The first submission of a day writes a random key to keys/days/<day> in the runs bucket, which only functions
+may read (terraform/iam.tf). The key of a run derives from the key of the day on which the run was accepted, so no run
+has to write or read a key of its own. The functions give the run's key to the containers of that run, and to no other
+container; it says nothing about the key of the day, or of another run. What a container writes for the control plane,
+or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of the object's name and content.
 
 A run that was accepted before keys existed has the key "". Its writes have no proof, and every write is accepted.
 """
@@ -26,6 +27,11 @@ EVENT_NAME, ACCESS_NAME = "job-event", "access"
 def new_key(chance: Random) -> str:
     """A random key of 256 bits, as 64 hexadecimal digits. `chance` is random.SystemRandom, but in a simulation."""
     return f"{chance.getrandbits(256):064x}"
+
+
+def key_of_run(day_key: str, run: str) -> str:
+    """The key of a run that was accepted on the day of this key: an HMAC-SHA256, as 64 hexadecimal digits."""
+    return hmac.digest(day_key.encode(), f"run\n{run}".encode(), "sha256").hex()
 
 
 def proof(key: str, name: str, content: bytes) -> str:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
@@ -334,6 +334,9 @@ class Record(Stored):
     notices: list[str] = []
     resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
     about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
+    spec: dict[str, JsonValue] | None = None  # the accepted spec; None: it is an object of its own
+    # The day of the key from which the run's key derives (run/proof.py); "": the run was accepted before 2026-11-27.
+    key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
 
     @property
     def topic(self) -> str:

@@ -6,6 +6,7 @@ Every write carries a generation precondition: a function never overwrites the w
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
-from .proof import new_key
+from .proof import key_of_run, new_key
 from .record import Ledger, Record, ResourceState
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
@@ -34,6 +35,7 @@ M = TypeVar("M", bound=Record | Ledger)
 T = TypeVar("T")
 UPDATE_TRIES = 12
 LISTERS = 16  # parallel listings
+DAYS = 100  # keys of days that a process remembers
 KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
 
 
@@ -86,7 +88,9 @@ class RunStore:
         self._clock = clock or Clock()
         self._chance = chance or SystemRandom()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._key = lru_cache(KNOWN)(self._read_key)
+        self._own_key = lru_cache(KNOWN)(lambda run: self._read_key(names.key_object(run)))
+        self._day_key = lru_cache(DAYS)(lambda day: self._read_key(names.day_key_object(day)))
+        self._keyed = ""  # the last day whose key is known to exist
         self._known: OrderedDict[str, Known] = (
             OrderedDict()
         )  # the newest is last; the methods of OrderedDict are atomic
@@ -97,13 +101,13 @@ class RunStore:
         A run that has not ended gets its key and its open mark first.
         """
         if not record.state.is_terminal:
-            self.give_key(record.run)
+            record = self.with_key(record)
             self.mark_open(record)
         return self._put(names.record_object(record.run), record, 0)
 
-    def give_key(self, run: str) -> None:
-        """Write the key of a run (run/proof.py), unless the run has one."""
-        self.put_new(names.key_object(run), new_key(self._chance).encode(), "text/plain")
+    def with_key(self, record: Record) -> Record:
+        """The record of a new run with the day of its key (run/proof.py). The key of the day exists on return."""
+        return record.model_copy(update={"key_day": self._keyed_day(record.created)})
 
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""
@@ -145,10 +149,24 @@ class RunStore:
         """The accepted spec of a run, which never changes. Raises NotFound and Malformed."""
         return self._spec(run)
 
+    def spec_beside(self, run: str) -> JobSpec:
+        """The spec in an object of its own: a large spec, or that of a run from before 2026-11-27.
+
+        Raises NotFound and Malformed.
+        """
+        name = names.spec_object(run)
+        return _parsed(self.read(name).data, f"gs://{self.bucket.name}/{name}")
+
     def key(self, run: str) -> str:
-        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed."""
+        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed.
+
+        Raises NotFound if somebody has deleted the key of the run's day: without it, nothing is proved.
+        """
+        record = self.recall(run)
+        if record is not None and record.key_day:
+            return key_of_run(self._day_key(record.key_day), run)
         try:
-            return self._key(run)
+            return self._own_key(run)
         except NotFound:  # not remembered: the run may be accepted, and get its key, later
             return ""
 
@@ -340,8 +358,8 @@ class RunStore:
         """Whether a run has a record."""
         return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
-    def has_spec(self, run: str) -> bool:
-        """Whether a run has an accepted spec."""
+    def has_spec_beside(self, run: str) -> bool:
+        """Whether a run has a spec in an object of its own."""
         return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
     def has_cancel(self, run: str, topic: str = "") -> bool:
@@ -390,8 +408,11 @@ class RunStore:
         raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
 
     def _change_known(self, name: str, change: Callable[[M], M]) -> M | None:
-        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now."""
-        known = self._known.pop(name, None)
+        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now.
+
+        Meanwhile, other calls of this process still have the content before the change.
+        """
+        known = self._known.get(name)
         if known is None:
             return None
         try:
@@ -400,7 +421,10 @@ class RunStore:
             return None
         if after is known.content:
             return None  # the remembered content needs no change, but the present object may
-        return after if self._put(name, after, known.generation) else None
+        if self._put(name, after, known.generation):
+            return after
+        self._known.pop(name, None)
+        return None
 
     def _load(self, name: str, model: type[M]) -> Known:
         """Read an object and remember it. Raises NotFound and Malformed."""
@@ -424,7 +448,12 @@ class RunStore:
         return True
 
     def _remember(self, name: str, known: Known) -> Known:
-        self._known[name] = known
+        """Remember what was read or written, as the newest; an answer that was slow replaces no newer content.
+
+        Google does not promise that generations grow. If they do not, the next write fails, and its call reads again.
+        """
+        before = self._known.pop(name, known)
+        self._known[name] = max(before, known, key=lambda each: each.generation)
         if len(self._known) > KNOWN:
             self._known.popitem(last=False)
         return known
@@ -455,16 +484,30 @@ class RunStore:
             return None
         return int(blob.generation)
 
-    def _read_key(self, run: str) -> str:
-        return self.read(names.key_object(run)).data.decode("ascii")
+    def _keyed_day(self, time: datetime) -> str:
+        """The day of a time. Its key exists on return: the first call of a day writes the key."""
+        day = f"{time:%Y-%m-%d}"
+        if day != self._keyed:
+            self.put_new(names.day_key_object(day), new_key(self._chance).encode(), "text/plain")
+            self._keyed = day
+        return day
+
+    def _read_key(self, name: str) -> str:
+        return self.read(name).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
-        name = names.spec_object(run)
-        try:
-            return JobSpec.model_validate_json(self.read(name).data)
-        except ValidationError as error:
-            where = f"gs://{self.bucket.name}/{name}"
-            raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None
+        record = self.recall(run)
+        if record is None or record.spec is None:
+            return self.spec_beside(run)
+        return _parsed(json.dumps(record.spec).encode(), f"/spec of gs://{self.bucket.name}/{names.record_object(run)}")
+
+
+def _parsed(data: bytes, where: str) -> JobSpec:
+    """An accepted spec. Raises Malformed for a spec that another version accepted, and this version refuses."""
+    try:
+        return JobSpec.model_validate_json(data)
+    except ValidationError as error:
+        raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None
 
 
 def _ahead(pool: ThreadPoolExecutor, pages: Iterator[T]) -> Iterator[T]:

@@ -32,19 +32,22 @@ _LISTED = "api.getAttribute('storage.googleapis.com/objectListPrefix','')"
 def access(context: Context, run: str, claimed: str, account: str) -> Granted:
     """A token for the containers of a run. `account` is the caller's e-mail: only the trainer's may write the model.
 
-    Raises NotFound for a run that has no key, and for a wrong proof; CloudError if Google gives no token.
+    The answer to the trainer has the spec, too: its token reaches the spec, and this saves a request. Raises NotFound
+    for a run that has no key, and for a wrong proof; CloudError if Google gives no token.
     """
     key = context.store.key(run)
     if not key or not is_proved(key, ACCESS_NAME, run.encode(), claimed):
         raise NotFound(f"no run {run!r} has the key of this proof; expected the run in DROPFORGE_ACCESS_REQUEST")
     is_trainer = account == context.settings.trainer_service_account
-    rules = boundary(context.settings.runs_bucket, run, context.store.spec(run), is_trainer=is_trainer)
+    spec = context.store.spec(run)
+    rules = boundary(context.settings.runs_bucket, run, spec, is_trainer=is_trainer)
     try:
         token, seconds = context.cloud.clients.bounded_token(rules)
     except client_errors() as error:
         raise classify(error) from error
     context.log("gave access", stage="access", run=run, account=account)
-    return Granted(access_token=token, expires_in=seconds)
+    granted = Granted(access_token=token, expires_in=seconds)
+    return granted.model_copy(update={"spec": spec.model_dump(mode="json", by_alias=True)}) if is_trainer else granted
 
 
 def boundary(bucket: str, run: str, spec: JobSpec, *, is_trainer: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from dropforge.base.errors import ErrorClass
 from dropforge.run.record import Record, RunError, RunState
@@ -139,11 +139,15 @@ class CancelWins(Answer):
 
 
 class Granted(Answer):
-    """A token of Cloud Storage for the containers of a run, and its seconds to live. No log line has it."""
+    """A token of Cloud Storage for the containers of a run, and its seconds to live. No log line has it.
+
+    `spec`: the run's spec, which only a training container gets.
+    """
 
     status = "GRANTED"
     access_token: str
     expires_in: int
+    spec: dict[str, JsonValue] | None = None
 
 
 class Lent(Answer):

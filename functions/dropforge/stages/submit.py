@@ -38,6 +38,8 @@ from .rollout.requests import check_name
 
 # The delivery that wrote the record starts the execution within this time; another delivery waits that long.
 START_SECONDS = 5
+# Bytes of JSON. A larger spec is an object of its own: each change writes the record again, and processes keep records.
+MAX_SPEC_IN_RECORD = 16 * 1024
 _COMMANDS = {"cancel", "spec_uri"}
 _ENVELOPES = (
     "one of: a job spec itself, with api_version and nothing around it; "
@@ -116,7 +118,7 @@ def _source(request: Request) -> str:
 
 
 def accept_again(context: Context, run: str) -> Record:
-    """Recreate the record of a run after submit crashed between spec and record."""
+    """Recreate the record of a run after submit crashed between record and spec, which is an object of its own."""
     store = context.store
     source = store.read(names.open_object(run)).data.decode()
     return _submit(context, run, source, store.read(names.spec_object(run)).data)
@@ -249,10 +251,12 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
         check_name(context, spec, topic_of(source))
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)
-    if not store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode()):
+    text = spec.model_dump_json(by_alias=True)
+    is_inside = len(text.encode()) <= MAX_SPEC_IN_RECORD
+    if not is_inside and not store.put_new(names.spec_object(run), text.encode()):
         if existing := store.find(run):
             return resume(context, existing)
-        spec = store.spec(run)  # from another delivery, perhaps with another spec under the same key: the first counts
+        spec = store.spec_beside(run)  # from another delivery, perhaps with another spec: the first counts
     now = context.now()
     record = Record(
         run=run,
@@ -264,6 +268,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
         history=[Transition(state=RunState.ACCEPTED, time=now)],
         resources=[],
         about=about(spec),
+        spec=json.loads(text) if is_inside else None,
     )
     if not store.create(record):
         return resume(context, store.record(run))

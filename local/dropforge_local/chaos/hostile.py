@@ -86,7 +86,8 @@ class Hostile:
             self._world.after(self._draw.uniform(0, WITHIN_SECONDS), act)
 
     def _spec(self) -> JobSpec:
-        return JobSpec.model_validate_json(self._storage.get(self._bucket, f"runs/{self._run}/spec.json").data)
+        record = json.loads(self._storage.get(self._bucket, f"runs/{self._run}/record.json").data)
+        return JobSpec.model_validate(record["spec"])
 
     def _attack_object(self, victim: str) -> None:
         """Replace, delete, read or list what another run has written, or write what it may write next."""
@@ -96,10 +97,9 @@ class Hostile:
             f"machines/{victim}/attempt-{self._present_attempt(victim)}/status.json",
             f"checkpoints/{victim}/step-00000001/_COMPLETE",
             f"runs/{victim}/record.json",
-            f"keys/{victim}",
         )
         stored = self._storage.objects[self._bucket]
-        written = [name for name in stored if name.startswith(forgeries.places(victim))]
+        written = [name for name in stored if name.startswith((*forgeries.places(victim), "keys/"))]
         does = self._draw.choice(("create", "delete", "get", "list"))
         name = self._draw.choice(sorted({*written, *ahead}))
         place = f"projects/_/buckets/{self._bucket}"

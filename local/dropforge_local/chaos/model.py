@@ -27,7 +27,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.run.places import Entry, Places
-from dropforge.run.proof import with_proof
+from dropforge.run.proof import key_of_run, with_proof
 from dropforge.spec import JobSpec
 from dropforge.stages.places import OBJECT as OBJECT_OF_PLACES
 from workflows_engine import Wait, decode_value, encode_value, timer_result
@@ -480,7 +480,9 @@ def _train(name: str) -> Callable[[Stage], None]:
     def end(stage: Stage) -> None:
         path = f"models/{RUN}/MANIFEST.json"
         attempt = int(name.rsplit("-a", 1)[1])
-        key = stage.storage.objects[RUNS][names.key_object(RUN)].data.decode()
+        objects = stage.storage.objects[RUNS]
+        day = json.loads(objects[names.record_object(RUN)].data)["key_day"]
+        key = key_of_run(objects[names.day_key_object(day)].data.decode(), RUN)
         data = with_proof(key, path, manifest(RUN, attempt, START, 0.9))
         stage.storage.objects[RUNS].setdefault(path, StoredObject(data, 1, START))
         stage.cloud[name] = "succeeded"

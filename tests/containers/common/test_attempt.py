@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ from containers.common.attempt import Attempt, run_attempt
 from containers.common.errors import STOPPED
 from containers.common.job import Job
 from containers.common.outcome import Outcome
+from containers.common.redactor import Redactor
 from dropforge.run.events import Preempted, parse_job_event
+
+from ...deployments import Memory
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local" / "cloud_run.json"
 
 ENVIRONMENT = {
     "DROPFORGE_PROJECT": "p",
@@ -31,6 +37,8 @@ ENVIRONMENT = {
 
 class Stopping:
     """Clients of an attempt that gets SIGTERM while it makes the client of Cloud Storage."""
+
+    run_spec = None
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -81,3 +89,18 @@ def test_a_stop_request_waits_until_the_clients_are_made(monkeypatch: pytest.Mon
     assert clients.made[:2] == ["storage", "publisher"]
     assert not began
     assert [type(parse_job_event(data)) for data in clients.published] == [Preempted]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_spec_is_read_from_the_bucket_only_if_it_did_not_come_with_the_token(given: bool, tmp_path: Path) -> None:
+    """The function `access` of an older version gives none, and a user's own bucket has no such function."""
+    document = json.loads(EXAMPLE.read_text())
+    bucket = Memory()
+    bucket.blob("runs/test-0123456789ab/spec.json").upload_from_string(
+        json.dumps(document | {"name": "stored"}).encode(), if_generation_match=0
+    )
+    parts: Any = dict.fromkeys(("stop", "reporter", "checkpoints"))
+    job = Job.from_environment(ENVIRONMENT)
+    parts |= {"job": job, "directory": tmp_path, "redact": Redactor(), "client": bucket}
+    spec = Attempt(**parts, given=lambda: document | {"name": "given"} if given else None).load_spec()
+    assert spec.name == ("given" if given else "stored")

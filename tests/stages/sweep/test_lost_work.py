@@ -17,7 +17,16 @@ from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import END_TOLD, Attempt, Endpoint, Record, RunState, Transition
 from dropforge.stages.sweep import lost_work
-from dropforge.stages.sweep.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
+from dropforge.stages.sweep.lost_work import (
+    LATE_FOR,
+    LOST_AFTER,
+    LOST_FOR,
+    UNACCEPTED_FOR,
+    accept,
+    restart,
+    settle,
+    submit,
+)
 
 from ...deployments import SETTINGS, Memory, context_with
 
@@ -203,10 +212,10 @@ def test_a_missing_record_is_written_after_a_while(world: World) -> None:
     assert world.done == [f"accept {RUN}"]
 
 
-def test_the_open_mark_of_a_spec_deleted_before_acceptance_is_removed(world: World) -> None:
-    """Its submission crashed before it read the spec, and no other submission can read a deleted spec."""
+def test_the_open_mark_of_a_run_that_was_never_accepted_is_removed(world: World) -> None:
+    """No delivery writes the record so late: a delivery that finds the mark writes no other mark."""
     world.store.put_new(names.open_object(RUN), b"gs://x/specs/a.json#5")
-    for age, is_open in ((LATE_FOR, True), (LATE_FOR + SECOND, False)):
+    for age, is_open in ((LOST_FOR, True), (UNACCEPTED_FOR, True), (UNACCEPTED_FOR + SECOND, False)):
         assert accept(world.context, RUN, NOW - age, NOW) == ""
         assert world.is_open is is_open
     assert world.done == []

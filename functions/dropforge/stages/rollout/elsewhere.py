@@ -83,16 +83,21 @@ def find_model(context: Context, uri: str, endpoint: str, changes: Any) -> Model
         if record.error is not None and record.error.error_class in UNFIT:
             raise Refused(f"the model at {uri} cannot be served: {record.error.message}")
         origin = find_origin(client, bucket, run)
-        text = read_other(client, bucket, names.spec_object(run), MAX_SPEC_BYTES)
-        return Model(origin, _spec_here(context.settings, uri, text, endpoint, changes))
+        return Model(origin, _spec_here(context.settings, uri, _spec_there(client, bucket, record), endpoint, changes))
 
     return _asked(look, bucket)
+
+
+def _spec_there(client: Any, bucket: str, record: Record) -> bytes:
+    """The accepted spec of a run of another deployment: in its record, or in an object of its own."""
+    if record.spec is not None:
+        return json.dumps(record.spec).encode()
+    return read_other(client, bucket, names.spec_object(record.run), MAX_SPEC_BYTES)
 
 
 def add_run(context: Context, model: Model, run: str, request: Request) -> Record:
     """The run that stands for the copy of a model. A repeated request changes nothing."""
     store, now, spec = context.store, context.now(), model.spec
-    store.give_key(run)
     keep_origin(store, run, model.origin)
     store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode())
     number, region = model.origin.manifest.attempt, next(iter(context.platforms.target(spec.target.type).regions(spec)))
@@ -110,7 +115,7 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
         resources=[],
         about=about(spec),
     )
-    store.create(record)
+    store.create(store.with_key(record))
     return store.record(run)
 
 

@@ -30,6 +30,9 @@ ENDPOINT_LOST = "endpoint-lost"  # the key of a notice
 # A call that read the record before the run's end may write into the ledger after the end. Such a call lasts at most as
 # long as a function may (540 s, terraform/functions.tf); until then the run keeps its open mark.
 LATE_FOR = timedelta(minutes=15)
+# Longer than the sweep submits a spec, and than an event is delivered again: Eventarc repeats it for 24 hours
+# (https://cloud.google.com/eventarc/docs/retry-events).
+UNACCEPTED_FOR = LOST_FOR + timedelta(days=1)
 
 
 class Dropped(NamedTuple):
@@ -78,12 +81,14 @@ def submit(context: Context, blob: Dropped, now: datetime) -> str:
 def accept(context: Context, run: str, since: datetime, now: datetime) -> str:
     """Recreate the record of a run with an open mark since `since`; return the run, or "" if there is nothing to do.
 
-    A marked run without a spec was never accepted: its spec is still in the specs bucket, or was deleted.
+    A marked run without a record was not accepted yet. Unless its spec is an object of its own, the event of the spec
+    is delivered again, and a spec in the specs bucket is submitted again (`submit`). The mark must outlive that: the
+    delivery that accepts the run may find the mark and write only the record.
     """
     if now - since < LOST_AFTER:
         return ""
-    if not context.store.has_spec(run):
-        if now - since > LATE_FOR:
+    if not context.store.has_spec_beside(run):
+        if now - since > UNACCEPTED_FOR:
             context.store.close(run)
         return ""
     message = "a run that was to be accepted and has no record"

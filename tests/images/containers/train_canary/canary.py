@@ -17,7 +17,6 @@ from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import StopRequest
-from dropforge.base.names import spec_object
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run.proof import with_proof
@@ -44,7 +43,7 @@ def main() -> int:
 def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Outcome:
     load_secrets(clients, os.environ)
     bucket = clients.storage().bucket(job.bucket)
-    spec = parse_spec(bucket.blob(spec_object(job.run)).download_as_bytes())
+    spec = parse_spec(json.dumps(clients.run_spec()).encode())
     redact.learn(spec.secrets)
     redact.guard_output()
     reporter.started(0, "cpu")

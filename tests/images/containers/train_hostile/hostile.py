@@ -44,14 +44,15 @@ def identity(url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def token() -> str:
-    """The run's token (dropforge/stages/access.py)."""
+def access() -> Any:
+    """The run's token and spec (dropforge/stages/access.py)."""
     body = json.loads(os.environ["DROPFORGE_ACCESS_REQUEST"])
-    return str(requests.post(ACCESS, json=body, headers=identity(ACCESS), timeout=60).json()["access_token"])
+    return requests.post(ACCESS, json=body, headers=identity(ACCESS), timeout=60).json()
 
 
+GRANTED = access()
 CLIENTS = {
-    "token": storage.Client(PROJECT, Credentials(token())),
+    "token": storage.Client(PROJECT, Credentials(GRANTED["access_token"])),
     "account": storage.Client(PROJECT, AnonymousCredentials()),
 }
 # What each victim has written before, and what it may write next.
@@ -104,6 +105,7 @@ def objects(victim: str) -> Iterator[Try]:
 
 def written(victim: str, runs: Any) -> Iterator[Try]:
     """What only the control plane writes, in every way to write."""
+    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", f"keys/{victim}", f"keys/{RUN}"]
     names = [
         *(
             f"runs/{victim}/{name}"
@@ -117,13 +119,12 @@ def written(victim: str, runs: Any) -> Iterator[Try]:
         f"runs/{victim}/machine/attempt-1/status.json",
         "index/runs.json",
         "endpoints/other/endpoint.json",
-        f"keys/{victim}",
-        f"keys/{RUN}",
+        *keys,
     ]
     yield "write one's own model", put(runs, f"models/{RUN}/own")
     for name in names:
         yield from takes(runs, name)
-    for name in (f"keys/{victim}", f"keys/{RUN}", f"runs/{victim}/record.json", f"runs/{victim}/spec.json"):
+    for name in (*keys, f"runs/{victim}/record.json", f"runs/{victim}/spec.json"):
         yield from reads(runs, name)
 
 
@@ -306,7 +307,7 @@ def widen() -> None:
         "grant_type": "urn:ietf:params:oauth:grant-type:token-exchange",
         "requested_token_type": kind,
         "subject_token_type": kind,
-        "subject_token": token(),
+        "subject_token": GRANTED["access_token"],
         "options": quote(json.dumps({"accessBoundary": {"accessBoundaryRules": [rule]}})),
     }
     checked(requests.post(f"{HTTP}/v1/token", data=form, timeout=30))
@@ -336,8 +337,7 @@ def outcome(work: Callable[[], Any]) -> str:
 
 def main() -> int:
     runs = CLIENTS["token"].bucket(RUNS)
-    spec = json.loads(runs.blob(f"runs/{RUN}/spec.json").download_as_bytes())
-    victim = spec["labels"].get("victim")
+    victim = GRANTED["spec"]["labels"].get("victim")
     if victim is None:
         for name in LEFT:
             put(runs, name.format(run=RUN), {"run": RUN, "of": "the victim"})()

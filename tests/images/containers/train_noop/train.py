@@ -20,20 +20,20 @@ BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_E
 HOST, PORT = os.environ["STORAGE_EMULATOR_HOST"].removeprefix("http://").split(":")
 FUNCTIONS, METADATA = os.environ["DROPFORGE_ACCESS_URL"], os.environ["GCE_METADATA_HOST"]
 connections: dict[str, socket.socket] = {}
-token = ""
+granted: Any = None
 sequence = 0
 
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """One call of a Google API: with the run's token for its bucket, without a token as the container's account."""
-    headers = f"Authorization: Bearer {access()}\r\n" if "/storage/" in path else ""
+    headers = f"Authorization: Bearer {access()['access_token']}\r\n" if "/storage/" in path else ""
     return send(f"{HOST}:{PORT}", method, path, body, headers)
 
 
-def access() -> str:
-    """The run's token (dropforge/stages/access.py), asked for once."""
-    global token
-    if not token:
+def access() -> Any:
+    """The run's token and spec (dropforge/stages/access.py), asked for once."""
+    global granted
+    if granted is None:
         flavor = "Metadata-Flavor: Google\r\n"
         path = f"/computeMetadata/v1/instance/service-accounts/default/identity?audience={FUNCTIONS}"
         status, identity = send(METADATA, "GET", path, b"", flavor)
@@ -42,8 +42,8 @@ def access() -> str:
         headers, body = f"Authorization: Bearer {identity.decode()}\r\n", os.environ["DROPFORGE_ACCESS_REQUEST"]
         status, answer = send(address, "POST", f"/{name}", body.encode(), headers)
         assert status == 200, answer
-        token = json.loads(answer)["access_token"]
-    return token
+        granted = json.loads(answer)
+    return granted
 
 
 def send(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
@@ -90,10 +90,7 @@ def quoted(name: str) -> str:
 
 
 def spec() -> Any:
-    name = quoted(f"runs/{RUN}/spec.json")
-    status, body = request("GET", f"/storage/v1/b/{BUCKET}/o/{name}?alt=media")
-    assert status == 200, body
-    return json.loads(body)
+    return access()["spec"]
 
 
 def proof(name: str, content: bytes) -> str:
