@@ -20,7 +20,7 @@ from dropforge.context import Context
 from dropforge.endpoints.record import Canary
 from dropforge.run.events import Request
 from dropforge.run.record import Record
-from dropforge.spec import parts
+from dropforge.spec import JobSpec, parts
 from dropforge.spec.kinds import ServeSpec
 from dropforge.spec.parts import DURATION
 from dropforge.tell.run_events import answer_refused
@@ -66,7 +66,7 @@ def _change(context: Context, change: str, arguments: Any, rollout: str, request
             )
         if not names.is_endpoint_name(endpoint):
             raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
-        canary = _canary(arguments, spec.serve)
+        canary = _canary(context, arguments, spec, spec.serve)
         requests.put_behind(context, record, spec, endpoint, rollout, who, request.topic, canary)
     elif change == "rollback":
         requests.go_back(context, endpoint, rollout, who, request.topic)
@@ -96,7 +96,7 @@ def _text(arguments: Any, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
+def _canary(context: Context, arguments: dict[str, Any], spec: JobSpec, serve: ServeSpec) -> Canary | None:
     """The canary of a message: its own (null: none), or else that of the spec whose model it names."""
     if "canary" not in arguments:
         return canary_of(serve.canary)
@@ -104,8 +104,8 @@ def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
         return None
     if serve.share:
         raise Refused("a shared endpoint has no canary: its other models would be split, too", requests.SHARING)
-    if not serve.splits_requests:
-        raise Refused(serve.no_canary(), "`--canary none`: the model gets every request at once")
+    if whole := serve.why_whole(spec, context.settings):
+        raise Refused(whole, "`--canary none`: the model gets every request at once")
     try:
         return canary_of(parts.Canary.model_validate(arguments["canary"]))
     except ValidationError as error:

@@ -17,6 +17,7 @@ from dropforge.context import Context
 from dropforge.endpoints import shared
 from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout
 from dropforge.endpoints.shared import Adapter, Base
+from dropforge.platforms.named import NamedServer
 from dropforge.platforms.serving import Deployment
 from dropforge.run.artifacts import read_manifest
 from dropforge.run.record import Record, RunError
@@ -71,12 +72,14 @@ def put_behind(
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
         _check_money(context, latest)
-        _check_place(latest, new.type, new.region, new.service)
+        service = _service(server, deployment, latest)
+        _check_place(latest, new.type, new.region, service)
+        _check_canary(server, service, canary is not None)
         if _is_fixed(latest):
             _check_base(latest, base)
         if base is not None:
             _check_room(latest.adapters, spec.name, record.topic, endpoint)
-        return latest.model_copy(update=place).with_rollout(wanted)
+        return latest.model_copy(update={**place, "service": service}).with_rollout(wanted)
 
     return _request(context, endpoint, rollout, change)
 
@@ -90,7 +93,9 @@ def check_name(context: Context, spec: JobSpec, topic: str) -> None:
     deployment = Deployment("", spec, context.settings, context.now(), endpoint=serve.endpoint)
     try:
         _check(context, record, topic)
-        _check_place(record, serve.type, server.region(deployment), server.service_name(deployment))
+        service = _service(server, deployment, record)
+        _check_place(record, serve.type, server.region(deployment), service)
+        _check_canary(server, service, serve.canary is not None)
         if _is_fixed(record):
             _check_early(record, spec, topic)
     except Refused as refused:
@@ -301,6 +306,17 @@ def _check_place(record: EndpointRecord, kind: str, region: str, service: str) -
             "its URL would change",
             "set serve.cluster to the cluster of the endpoint, or choose another name",
         )
+
+
+def _service(server: NamedServer, deployment: Deployment, record: EndpointRecord) -> str:
+    """The service of an endpoint that gets another model; a platform keeps the kind of service that it has."""
+    return server.service_name(deployment, record.service if _is_fixed(record) else "")
+
+
+def _check_canary(server: NamedServer, service: str, is_wanted: bool) -> None:
+    """Raises Refused for a canary of an endpoint whose service gives one revision every request."""
+    if is_wanted and (problem := server.why_whole(service)):
+        raise Refused(problem, "no canary: the model gets every request at once. docs/endpoints.md#gke")
 
 
 def _is_fixed(record: EndpointRecord) -> bool:
