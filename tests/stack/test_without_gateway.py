@@ -18,6 +18,7 @@ from .conftest import NOOP_CONFIG, User
 from .named import Load, Named
 from .test_endpoints import ran
 from .test_faults import kill
+from .test_runs import run_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CANARY = {"percent": 50, "for": "1s"}
@@ -57,19 +58,27 @@ def assert_all_at_once(named: Named) -> None:
     assert load.streams > 0
     (listed,) = json.loads(ran(named.user, "endpoints", "--json"))
     assert listed["last_hour_problem"].startswith("gke counts none")
-    assert_refused(named, named.record.revision(2).run)
+    assert_refused(named, named.record.revision(2).run, "(Terraform: endpoint_gateway)")
 
 
-def assert_refused(named: Named, model: str) -> None:
-    before = named.record
-    text = ran(named.user, "serve", model, "--as", named.name, "--canary", "percent=50", fails=True)
-    assert "was refused" in text
+def assert_refused(named: Named, model: str, why: str) -> None:
+    """A canary of the endpoint is refused with the reason, and changes nothing."""
+    before, texts = named.record, dict[str, str]()
+    with run_events(named.user) as pull:
+        asked = named.ask(serve={"run": model, "endpoint": named.name, "canary": CANARY})
+
+        def is_answered() -> bool:
+            texts.update({event["run"]: event["details"]["text"] for _, event in pull() if event["run"] == asked})
+            return asked in texts
+
+        named.user.until(is_answered)
+    assert why in texts[asked]
     assert named.record == before
 
 
 def assert_kept(named: Named, url: str, model: str) -> None:
     """The deployment has a Gateway now. The endpoint stays as it is; another name gets a route."""
-    assert_refused(named, model)
+    assert_refused(named, model, "it was made in a region without a Gateway")
     assert named.serves().stable == 3
     assert named.record.url == url
     assert named.answer() == named.record.revision(3).revision
