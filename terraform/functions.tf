@@ -31,6 +31,7 @@ locals {
     slack_webhook_secret       = var.slack_webhook_secret
     endpoint_domain            = var.endpoint_domain
     endpoint_zone              = var.endpoint_domain == "" ? "" : google_dns_managed_zone.endpoints[0].name
+    endpoint_gateways          = join(",", keys(var.endpoint_gateway))
     endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
     console_url                = local.console_url
     console_topic              = local.has_console ? google_pubsub_topic.console["console"].name : ""

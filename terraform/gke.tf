@@ -59,6 +59,14 @@ resource "google_container_cluster" "region" {
     }
   }
 
+  # The controller of Gateways (kubernetes.tf): https://cloud.google.com/kubernetes-engine/docs/how-to/deploying-gateways
+  dynamic "gateway_api_config" {
+    for_each = contains(keys(var.endpoint_gateway), each.key) ? ["CHANNEL_STANDARD"] : []
+    content {
+      channel = gateway_api_config.value
+    }
+  }
+
   ip_allocation_policy {}
 
   depends_on = [

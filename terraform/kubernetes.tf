@@ -6,6 +6,41 @@ locals {
   _pods       = { trainer = local.settings.kubernetes_trainer_account, server = local.settings.kubernetes_server_account }
   _in_cluster = { for name, account in local.accounts : name => account.kubernetes if can(account.kubernetes) }
 
+  # The Gateway of named endpoints (functions/dropforge/platforms/gke/gateway.py). Its proxies reach pods from their
+  # subnetwork, and Google's health checks from two ranges.
+  _gateway         = "endpoints"
+  _gateway_proxies = concat([for range in var.endpoint_gateway : range], ["35.191.0.0/16", "130.211.0.0/22"])
+  _gateway_objects = [
+    {
+      apiVersion = "gateway.networking.k8s.io/v1"
+      kind       = "Gateway"
+      metadata   = { name = local._gateway, namespace = local._namespace }
+      spec       = { gatewayClassName = "gke-l7-rilb", listeners = [{ name = "http", protocol = "HTTP", port = 80 }] }
+    },
+    {
+      apiVersion = "networking.gke.io/v1"
+      kind       = "GCPGatewayPolicy"
+      metadata   = { name = local._gateway, namespace = local._namespace }
+      spec = {
+        default   = { allowGlobalAccess = true }
+        targetRef = { group = "gateway.networking.k8s.io", kind = "Gateway", name = local._gateway }
+      }
+    },
+    {
+      apiVersion = "networking.k8s.io/v1"
+      kind       = "NetworkPolicy"
+      metadata   = { name = "gateway", namespace = local._namespace }
+      spec = {
+        podSelector = { matchExpressions = [{ key = "dropforge-endpoint", operator = "Exists" }] }
+        policyTypes = ["Ingress"]
+        ingress = [{
+          from  = [for range in local._gateway_proxies : { ipBlock = { cidr = range } }]
+          ports = [{ protocol = "TCP", port = 8000 }]
+        }]
+      }
+    },
+  ]
+
   kubernetes_objects = concat(
     [{
       apiVersion = "v1"
@@ -38,6 +73,9 @@ locals {
         }]
       }
     }],
+    # One load balancer for the named endpoints of a cluster; each endpoint is a route. With global access, clients of
+    # every region reach it. https://cloud.google.com/kubernetes-engine/docs/how-to/configure-gateway-resources
+    [for object in local._gateway_objects : object if length(var.endpoint_gateway) > 0],
     # A pod with one of these accounts acts as the service account in the annotation.
     [for role, name in local._pods : {
       apiVersion = "v1"

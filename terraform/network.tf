@@ -31,6 +31,20 @@ resource "google_compute_subnetwork" "region" {
   private_ipv6_google_access = "DISABLE_GOOGLE_ACCESS"
 }
 
+# The proxies of the load balancers of Gateways: https://cloud.google.com/load-balancing/docs/proxy-only-subnets
+# A network has one such subnetwork in a region.
+resource "google_compute_subnetwork" "proxies" {
+  for_each = var.network == null ? var.endpoint_gateway : {}
+
+  name          = "${var.prefix}-proxies"
+  description   = "Proxies of load balancers in ${each.key}."
+  network       = google_compute_network.network[0].id
+  region        = each.key
+  ip_cidr_range = each.value
+  purpose       = "REGIONAL_MANAGED_PROXY"
+  role          = "ACTIVE"
+}
+
 # Nodes of clusters and TPU VMs have no address on the internet; models and data sets come from the Hugging Face Hub.
 resource "google_compute_router" "region" {
   for_each = var.network == null ? local.private_regions : []

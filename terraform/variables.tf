@@ -117,6 +117,17 @@ variable "endpoint_domain" {
   }
 }
 
+variable "endpoint_gateway" {
+  description = "Range of the proxy-only subnetwork in each region of cluster_regions whose named endpoints are behind a Gateway, such as {us-central1 = \"10.129.0.0/23\"}. A model behind a Gateway may get a share of the requests (serve.canary). Give a range that nothing else uses; with `network`, that of the proxy-only subnetwork that you have made."
+  type        = map(string)
+  default     = {}
+
+  validation {
+    condition     = alltrue([for range in values(var.endpoint_gateway) : can(cidrhost(range, 0)) && try(tonumber(split("/", range)[1]) <= 26, false)])
+    error_message = "Every range must be written as in 10.129.0.0/23, with 64 addresses at least."
+  }
+}
+
 variable "endpoint_key_secret" {
   description = "Secret with the API key that endpoints on GKE and TPU VMs demand; empty: every client of the network may call them. It needs a version before a spec with such an endpoint is accepted."
   type        = string

@@ -81,7 +81,8 @@ BY_HAND = (
     "ray-operator-policy", "access-token", "access-size", "access-address", "access-tensorstore", "access-streamer",
     "access-header", "rollout-egress", "adapters-on-a-gpu", "disabled-service",
     "trace-api", "trace-repeated", "log-trace", "traffic-by-name", "tag-address", "revision-quota",
-    "latest-revision", "canary-counts", "selector-switch", "drain-on-gke",
+    "latest-revision", "canary-counts", "selector-switch", "gateway-programmed", "gateway-settles", "gateway-paths",
+    "gateway-streams", "gateway-counts", "gateway-policies", "drain-on-gke",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 

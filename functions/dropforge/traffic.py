@@ -12,7 +12,6 @@ from .base.redact import cut, redact
 from .cloud.classify import client_errors
 from .context import Context
 from .endpoints.record import EndpointRecord, EndpointState
-from .platforms import servers
 from .platforms.named import Counted
 
 INTERVAL = timedelta(hours=1)
@@ -50,11 +49,11 @@ def _counted(context: Context, record: EndpointRecord) -> dict[str, Counted] | s
     """The requests by revision, or why they are unknown."""
     import requests
 
-    if not servers()[record.type].spec.splits_requests:
+    server = context.platforms.named(record.type)
+    if server.why_whole(record.service):
         return f"{record.type} counts none; vLLM does (docs/observability.md)"
     failures: tuple[type[Exception], ...] = (*client_errors(), requests.RequestException, DropforgeError)
     try:
-        server = context.platforms.named(record.type)
         return server.counted(context.cloud, record.service, context.now() - INTERVAL)
     except failures as error:
         return cut(redact(f"{type(error).__name__}: {error}"), 300)

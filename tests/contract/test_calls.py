@@ -71,7 +71,24 @@ UNUSED = {
     Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
     **{
         Grant("rollout", "kubernetes", f"get {plural}"): EXISTS_ALREADY
-        for plural in ("autoscaling/horizontalpodautoscalers", "monitoring.googleapis.com/podmonitorings")
+        for plural in (
+            "autoscaling/horizontalpodautoscalers",
+            "monitoring.googleapis.com/podmonitorings",
+            "networking.gke.io/gcpbackendpolicies",
+            "networking.gke.io/healthcheckpolicies",
+        )
+    },
+    Grant("rollout", "kubernetes", "patch services"): "needed without a Gateway (tests/stack/test_without_gateway.py)",
+    **{
+        Grant(
+            "sweep", "kubernetes", f"{verb} {plural}"
+        ): "needed when the objects of an endpoint without a record are left"
+        for verb in ("delete", "get")
+        for plural in (
+            "gateway.networking.k8s.io/httproutes",
+            "networking.gke.io/gcpbackendpolicies",
+            "networking.gke.io/healthcheckpolicies",
+        )
     },
     Grant("deploy", "project", "workflows.executions.list"): "needed when a call of deploy is repeated",
     Grant("rollout", "kubernetes", "list events"): NOT_STARTED,

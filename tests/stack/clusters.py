@@ -26,6 +26,9 @@ APIS = {
     "pods": "api/v1",
     "autoscaling/horizontalpodautoscalers": "apis/autoscaling/v2",
     "monitoring.googleapis.com/podmonitorings": "apis/monitoring.googleapis.com/v1",
+    "gateway.networking.k8s.io/httproutes": "apis/gateway.networking.k8s.io/v1",
+    "networking.gke.io/gcpbackendpolicies": "apis/networking.gke.io/v1",
+    "networking.gke.io/healthcheckpolicies": "apis/networking.gke.io/v1",
 }
 
 

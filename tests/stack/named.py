@@ -110,6 +110,15 @@ class Named:
         except NotFound:
             return None
 
+    def shares(self) -> dict[str, int]:
+        """The percent of each revision with requests, as the platform has it."""
+        if self.kind == "gke":
+            route = Clusters(self.user.info).get(self.record.service)
+            assert route is not None
+            references = route["spec"]["rules"][0]["backendRefs"]
+            return {each["name"]: each["weight"] for each in references if each["weight"]}
+        return {each.revision: each.percent for each in self.service().traffic if each.percent}
+
     def revisions(self) -> set[str]:
         """The short names of the revisions that the cloud has."""
         if self.kind == "gke":

@@ -272,7 +272,7 @@ def _load(home: Path, options: argparse.Namespace) -> int:
 
 def _crash(home: Path, options: argparse.Namespace) -> int:
     harness, rows, problems = RolloutHarness(home, options.on), [], 0
-    for life in options.life or [life for life in LIVES if (life, options.on) != ("canary", "gke")]:
+    for life in options.life or LIVES:
         for kill in options.kill or KILLS:
             results = []
             for commit in range(options.first, options.last + 1, options.every):

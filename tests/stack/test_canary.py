@@ -16,7 +16,7 @@ from dropforge.endpoints.record import Rollout, RolloutState
 from dropforge.run.record import RunState
 
 from .conftest import User
-from .named import OPERATIONS, Named, is_told
+from .named import KINDS, OPERATIONS, Named, is_told
 from .test_endpoints import lent, ran
 
 CANARY = {"percent": 50, "for": "1s", "max_error_rate": 0.1, "max_latency_ratio": 100}  # a slow machine decides nothing
@@ -25,9 +25,9 @@ CANARY = {"percent": 50, "for": "1s", "max_error_rate": 0.1, "max_latency_ratio"
 CLIENTS = 4
 
 
-@pytest.fixture
-def named(user: User) -> Iterator[Named]:
-    with lent(user, "cloud_run") as named:
+@pytest.fixture(params=KINDS)
+def named(user: User, request: pytest.FixtureRequest) -> Iterator[Named]:
+    with lent(user, request.param) as named:
         yield named
 
 
@@ -70,6 +70,7 @@ def rolled_back(named: Named, run: str) -> Rollout:
     assert (rollout.state, named.record.stable) == (RolloutState.ROLLED_BACK, 1)
     assert (record.state, record.error) == (RunState.FAILED, rollout.error)
     assert {revision.number for revision in named.record.revisions if revision.paid_since} == {1}
+    named.user.until(lambda: named.revisions() == {named.record.revision(1).revision} or named.kind != "gke")
     return rollout
 
 
@@ -138,13 +139,13 @@ def test_a_rollback_ends_a_canary_and_the_model_before_keeps_every_request(named
         "a rollback was requested while the model was a canary",
     )
     assert (named.record.stable, named.record.previous) == (1, 0)
-    assert {each.revision for each in named.service().traffic if each.percent} == {first}
+    assert named.shares() == {first: 100}
     assert named.user.wait(run).state is RunState.FAILED
 
 
 def test_a_message_and_the_command_say_whether_a_model_is_a_canary_first(user: User, named: Named) -> None:
     named.serves(region="us-central1")
-    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h", "region": "us-central1"}))
+    run = user.drop(user.spec(serve={"type": named.kind, "ttl": "1h", "region": "us-central1"}))
     assert user.wait(run).state is RunState.SUCCEEDED
     assert "percent" in ran(user, "serve", run, "--as", named.name, "--canary", "percent=90", fails=True)
     assert "for" in ran(user, "serve", run, "--as", named.name, "--canary", "for=soon", fails=True)
@@ -156,9 +157,8 @@ def test_a_message_and_the_command_say_whether_a_model_is_a_canary_first(user: U
     canary = named.record.rollout(wanted).canary
     assert canary is not None
     assert (canary.percent, canary.seconds) == (20, 7200)
-    shares = {each.revision: each.percent for each in named.service().traffic if each.percent}
     record = named.record
-    assert shares == {record.revision(2).revision: 80, record.revision(3).revision: 20}
+    assert named.shares() == {record.revision(2).revision: 80, record.revision(3).revision: 20}
     assert "answers with revision 2" in ran(user, "rollback", named.name)
     assert "answers with revision 1" in ran(user, "rollback", named.name), "the canary's end keeps the one before"
 

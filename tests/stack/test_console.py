@@ -120,10 +120,7 @@ def test_a_viewer_rolls_an_endpoint_back(visitor: Visitor, named: Named) -> None
     assert named.record.base_url in page
     assert f"dropforge token {name}" in page
     # The requests of the last hour, of Cloud Monitoring.
-    is_counted = (
-        r'100 %</td><td class="n">[\d,]+</td><td class="n">0</td>' if named.kind == "cloud_run" else "gke counts none"
-    )
-    visitor.wait_for("/endpoints", re.compile(is_counted).search)
+    visitor.wait_for("/endpoints", re.compile(r'100 %</td><td class="n">[\d,]+</td><td class="n">0</td>').search)
     if CHROMIUM:
         roll_back_in_browser(visitor, name)
     else:

@@ -25,6 +25,7 @@ DEATHS = [
     ("cloud_run", "rollback", "stack"),
     ("cloud_run", "refused", "functions"),
     ("gke", "deploy", "stack"),
+    ("gke", "canary", "stack"),
     ("gke", "rollback", "functions"),
     ("gke", "refused", "stack"),
 ]

@@ -45,7 +45,8 @@ class Changes(Deployment):
         patch.setattr(messages, "answer_refused", self._answer)
         place: Any = self.platform
         place.region = lambda _: "us-central1"
-        place.service_name = lambda deployment: "s"
+        place.service_name = lambda *_: "s"
+        place.why_whole = lambda _: ""
         place.teardown = lambda cloud, kind, name: self.deleted.append(name)
 
     def change(self, change: str, arguments: Any, topic: str = OPERATORS, key: str = "k") -> str:
@@ -54,8 +55,8 @@ class Changes(Deployment):
         change_endpoint(self.context, {change: arguments}, Request(topic, key, f"m-{key}"))
         return "".join(self.answers[known:])
 
-    def serve(self, endpoint: str = "e", run: str = NEW, **about: Any) -> str:
-        return self.change("serve", {"run": run, "endpoint": endpoint, **about})
+    def serve(self, endpoint: str = "e", run: str = NEW, key: str = "k", **about: Any) -> str:
+        return self.change("serve", {"run": run, "endpoint": endpoint, **about}, key=key)
 
     def at_rest(self, **changes: Any) -> None:
         """The endpoint without a rollout."""
@@ -139,9 +140,25 @@ def test_the_url_of_an_endpoint_stays(deployment: Changes) -> None:
     platform.region = lambda _: "europe-west4"
     assert "its URL would change" in deployment.serve()
     platform.region = lambda _: "us-central1"
-    platform.service_name = lambda _: "another"
+    platform.service_name = lambda *_: "another"
     assert "its URL would change" in deployment.serve()
     assert deployment.record.rollouts == []
+
+
+def test_an_endpoint_keeps_its_service_and_has_a_canary_only_if_that_gives_shares(deployment: Changes) -> None:
+    """A platform may make another kind of service for new names; the URL of an endpoint stays."""
+    platform: Any = deployment.platform
+    platform.service_name = lambda _, existing="": existing or "new"
+    platform.why_whole = lambda service: "" if service == "new" else "it is whole"
+    deployment.at_rest()
+    kept = deployment.record.service
+    canary = {"percent": 5, "for": "1h"}
+    assert deployment.serve(canary=canary) == "serve: it is whole"
+    assert deployment.record.rollouts == []
+    assert deployment.serve() == ""
+    assert deployment.record.service == kept
+    assert deployment.serve("another", canary=canary, key="2") == ""
+    assert deployment.context.endpoints.record("another").service == "new"
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,17 @@ class Settings:
     endpoint_domain: str = ""  # of the private zone with the names of endpoints on TPU VMs; "": they have no names
     endpoint_zone: str = ""  # the managed zone of that domain in Cloud DNS
     endpoint_drain_seconds: int = 305  # from a change of such a name until the machine before is deleted: 5 s + 300 s
+    endpoint_gateways: str = ""  # regions whose cluster has a Gateway for named endpoints, separated by commas
+    endpoint_settle_seconds: int = 60  # from new weights in a load balancer until each of its proxies has them
     data_buckets: str = ""  # separated by commas; "*" stands for any bucket, on the local stack
     model_buckets: str = ""  # separated by commas: runs buckets of other deployments, whose models may be served
     access_url: str = ""  # of the function `access`; "": containers use their own account for the runs bucket
     dead_letter_subscriptions: str = ""  # separated by commas: the events that no function could handle
     policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
+
+    def has_gateway(self, region: str) -> bool:
+        """Whether the cluster in a region has a Gateway for named endpoints."""
+        return region in self.endpoint_gateways.split(",")
 
     @property
     def workflow_name(self) -> str:

@@ -34,7 +34,9 @@ VERSIONS = {
     "apps": "v1",
     "autoscaling": "v2",
     "batch": "v1",
+    "gateway.networking.k8s.io": "v1",
     "monitoring.googleapis.com": "v1",
+    "networking.gke.io": "v1",
     "networking.k8s.io": "v1",
     "ray.io": "v1",
 }
@@ -338,6 +340,6 @@ def _group(manifest: Object) -> str:
 
 def _plural(kind: str) -> str:
     kind = kind.lower()
-    if kind.endswith("y"):
+    if kind.endswith("y") and not kind.endswith(("ay", "ey", "oy", "uy")):
         return f"{kind[:-1]}ies"
     return f"{kind}es" if kind.endswith("s") else f"{kind}s"

@@ -19,11 +19,15 @@ from .training import Waits
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that is put behind a name: the id of its rollout, the number of its revision, and its deployment."""
+    """A model that is put behind a name: the id of its rollout, the number of its revision, and its deployment.
+
+    `service` is the service that the record of the endpoint names; "": it names none yet.
+    """
 
     rollout: str
     number: int
     deployment: Deployment
+    service: str = ""
 
     @property
     def endpoint(self) -> str:
@@ -99,8 +103,15 @@ class NamedServer(Protocol):
     def region(self, deployment: Deployment) -> str:
         """The region of the endpoint."""
 
-    def service_name(self, deployment: Deployment) -> str:
-        """The full resource name of the service of the named endpoint that gets the model."""
+    def service_name(self, deployment: Deployment, existing: str = "") -> str:
+        """The full resource name of the service of the named endpoint that gets the model.
+
+        `existing` is the service that the endpoint has: a platform with several kinds of services keeps it, if it is
+        in the same place.
+        """
+
+    def why_whole(self, service: str) -> str:
+        """Why a revision of the endpoint gets every request or none; "" if it may have a share."""
 
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence

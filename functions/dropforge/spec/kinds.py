@@ -158,7 +158,8 @@ class ServeSpec(_Typed):
         default=None,
         description="The model first gets a share of the requests of `endpoint`. If it answers this share well, it "
         "gets "
-        "all requests. Only serve.type cloud_run can give shares. Default: the model gets every request at once.",
+        "all requests. Only serve.type cloud_run can give shares, and gke with a Gateway. Default: the model gets "
+        "every request at once.",
     )
     share: bool = Field(
         default=False,
@@ -226,6 +227,10 @@ class ServeSpec(_Typed):
     def why_unnamed(self, settings: Settings) -> str:
         """Why this deployment cannot put a model of this endpoint's type behind a name; "" if it can."""
         return ""
+
+    def why_whole(self, job: JobSpec, settings: Settings) -> str:
+        """Why this deployment cannot give a model of this endpoint's type a share of the requests; "" if it can."""
+        return "" if self.splits_requests else self.no_canary()
 
     @classmethod
     def no_name(cls) -> str:

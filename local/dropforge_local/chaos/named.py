@@ -81,9 +81,12 @@ class NamedCloud:
     def region(self, deployment: Deployment) -> str:
         return LOCATION
 
-    def service_name(self, deployment: Deployment) -> str:
+    def service_name(self, deployment: Deployment, existing: str = "") -> str:
         parent = f"projects/{PROJECT}/locations/{LOCATION}/services"
         return f"{parent}/{names.named_endpoint(deployment.endpoint)}"
+
+    def why_whole(self, service: str) -> str:
+        return ""
 
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence

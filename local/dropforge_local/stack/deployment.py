@@ -23,6 +23,8 @@ CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
 ENDPOINT_KEY_SECRET = "dropforge-endpoint-key"
+GATEWAY, PROXY_RANGE = "endpoints", "10.129.0.0/23"  # of terraform/kubernetes.tf, and of the load balancer's proxies
+HEALTH_RANGES = ("35.191.0.0/16", "130.211.0.0/22")  # of Google's health checks
 ENDPOINT_DOMAIN, ENDPOINT_ZONE = "models.example.internal", "dropforge-endpoints"
 TELEMETRY_API = "https://telemetry.googleapis.com"
 # Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
@@ -32,6 +34,7 @@ VARIABLES: dict[str, Any] = {
     "console_viewers": ["domain:example.com"],
     "data_buckets": ["*"],
     "endpoint_domain": ENDPOINT_DOMAIN,
+    "endpoint_gateway": {LOCATION: PROXY_RANGE},
     "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
     "model_buckets": [OTHER_RUNS_BUCKET],
@@ -79,7 +82,9 @@ def dead_letters() -> list[str]:
 
 
 def cluster_objects() -> Iterator[dict[str, Any]]:
-    """The cluster's objects of terraform/kubernetes.tf: the namespace, its network policies, and the pods' accounts."""
+    """The cluster's objects of terraform/kubernetes.tf: the namespace, its network policies, the pods' accounts and the
+    Gateway.
+    """
     yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     yield _network_policy("default-deny", {"podSelector": {}})
     others = {"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [NAMESPACE]}]}
@@ -91,6 +96,21 @@ def cluster_objects() -> Iterator[dict[str, Any]]:
     for account in (TRAINER, SERVER):
         metadata = {"name": account, "namespace": NAMESPACE}
         yield {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
+    yield from _gateway()
+
+
+def _gateway() -> Iterator[dict[str, Any]]:
+    metadata = {"name": GATEWAY, "namespace": NAMESPACE}
+    listeners = [{"name": "http", "protocol": "HTTP", "port": 80}]
+    spec: dict[str, Any] = {"gatewayClassName": "gke-l7-rilb", "listeners": listeners}
+    yield {"apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway", "metadata": metadata, "spec": spec}
+    target = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": GATEWAY}
+    spec = {"default": {"allowGlobalAccess": True}, "targetRef": target}
+    yield {"apiVersion": "networking.gke.io/v1", "kind": "GCPGatewayPolicy", "metadata": metadata, "spec": spec}
+    proxies = [{"ipBlock": {"cidr": range}} for range in (PROXY_RANGE, *HEALTH_RANGES)]
+    endpoints = {"matchExpressions": [{"key": "dropforge-endpoint", "operator": "Exists"}]}
+    ingress = [{"from": proxies, "ports": [{"protocol": "TCP", "port": 8000}]}]
+    yield _network_policy("gateway", {"podSelector": endpoints, "ingress": ingress})
 
 
 def _network_policy(name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +145,8 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_WORKFLOW": WORKFLOW,
         "DROPFORGE_ROLLOUT_WORKFLOW": ROLLOUT_WORKFLOW,
         "DROPFORGE_ENDPOINT_DOMAIN": ENDPOINT_DOMAIN,
+        "DROPFORGE_ENDPOINT_GATEWAYS": ",".join(VARIABLES["endpoint_gateway"]),
+        "DROPFORGE_ENDPOINT_SETTLE_SECONDS": "1",  # longer than the emulated proxies take
         "DROPFORGE_ENDPOINT_ZONE": ENDPOINT_ZONE,
         "DROPFORGE_ENDPOINT_DRAIN_SECONDS": "8",  # 5 s of the record, and 3 s for answers
         "DROPFORGE_REQUESTS_TOPIC": REQUESTS,

@@ -186,7 +186,6 @@ class Stack:
             authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
-        self.monitoring = MonitoringEmulator(self.cloudrun.counts, self.pubsub, deployment.dead_letters())
         self.compute = ComputeEmulator(
             self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
         )
@@ -198,6 +197,9 @@ class Stack:
             standing=(CLUSTER,),
             config=KubernetesConfig(**self.config.kubernetes),
             disks=self.compute.disks,
+        )
+        self.monitoring = MonitoringEmulator(
+            self.cloudrun.counts, self.pubsub, deployment.dead_letters(), self.kubernetes.balanced
         )
         self.gke = GkeEmulator(self.db, self.clock, kubernetes=self.kubernetes, config=GkeConfig(**self.config.gke))
         self.tpu = TpuEmulator(

@@ -90,6 +90,8 @@ SERVER_PY = """
             self.end_headers()
             self.wfile.write(body)
         def do_GET(self):
+            if self.path.endswith("/slow"):
+                time.sleep(3)
             if self.path == "/sicken":
                 SICK.append(1)
             if self.path == "/health":

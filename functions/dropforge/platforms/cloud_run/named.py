@@ -55,9 +55,12 @@ class NamedService:
     def region(self, deployment: Deployment) -> str:
         return CloudRunService().region(deployment)
 
-    def service_name(self, deployment: Deployment) -> str:
+    def service_name(self, deployment: Deployment, existing: str = "") -> str:
         parent = f"projects/{deployment.settings.project}/locations/{self.region(deployment)}"
         return f"{parent}/services/{names.named_endpoint(deployment.endpoint)}"
+
+    def why_whole(self, service: str) -> str:
+        return ""
 
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence

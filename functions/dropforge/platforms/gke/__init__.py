@@ -31,7 +31,10 @@ PLATFORM = Platform(
             kinds=(
                 "apps.k8s.io/Deployment",
                 "autoscaling.k8s.io/HorizontalPodAutoscaler",
+                "gateway.networking.k8s.io/HTTPRoute",
                 "monitoring.googleapis.com/PodMonitoring",
+                "networking.gke.io/GCPBackendPolicy",
+                "networking.gke.io/HealthCheckPolicy",
             ),
             permissions=(Permission("deploy", "clusters", "container.clusters.connect"),),
             start_seconds=300,  # for a machine, the image and the weights

@@ -1,15 +1,15 @@
-"""Named endpoints on GKE: a Service with one address, whose selector names the Deployment of the revision that serves.
+"""Named endpoints on GKE: an object with one address (front.py), and a workload for each revision.
 
-Each revision is a workload of its own, with a Service by which it is checked before it serves. A Service has no
-weights: the selector moves every new connection at once, and connections that exist stay where they are. So a revision
-ends a connection with each answer, and keeps its pods until no rollback can promote it.
+With a Gateway in the cluster the object is a route, which splits requests by weights (gateway.py). Otherwise it is a
+Service, which has no weights: its selector moves every new connection at once, and connections that exist stay where
+they are. So a revision ends a connection with each answer, and keeps its pods until no rollback can promote it.
 Service: https://kubernetes.io/docs/concepts/services-networking/service/
 End of pods: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 from dropforge.base import names
@@ -32,22 +32,20 @@ from dropforge.platforms.named import (
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Waits
 
-from .spec import GkeServe
+from .front import Front, SelectingService, sibling
+from .gateway import ROUTES, WeightedRoute
 from .workload import (
-    INSTANCE,
-    KINDS,
+    READY_WAIT_SECONDS,
     SPOT_DRAIN_SECONDS,
     Workload,
     cluster_of,
     connect,
-    manifests,
     region_of,
     serve_of,
-    service_manifest,
-    url_of,
     url_once_ready,
 )
 
+DEPLOYMENT, POD = ("apps/v1", "Deployment"), ("v1", "Pod")
 DRAIN_SECONDS = 285  # for unfinished answers of an ending server: its pod ends within 300 s
 
 
@@ -63,9 +61,14 @@ class NamedDeployments:
     def region(self, deployment: Deployment) -> str:
         return region_of(deployment.spec)
 
-    def service_name(self, deployment: Deployment) -> str:
+    def service_name(self, deployment: Deployment, existing: str = "") -> str:
         namespace = f"{cluster_of(deployment)}/k8s/namespaces/{deployment.settings.kubernetes_namespace}"
-        return f"{namespace}/services/{names.named_endpoint(deployment.endpoint)}"
+        has_gateway = deployment.settings.has_gateway(region_of(deployment.spec))
+        possible = [f"{namespace}/{each}/{names.named_endpoint(deployment.endpoint)}" for each in (ROUTES, "services")]
+        return existing if existing in possible else possible[0 if has_gateway else 1]
+
+    def why_whole(self, service: str) -> str:
+        return _front(service).whole
 
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
@@ -75,17 +78,20 @@ class NamedDeployments:
         api = connect(cloud, deployment)
         if api is None:
             return Waits(f"{cluster} is being created")
-        service, workload = self.service_name(deployment), workload_of(candidate)
-        existing = api.get(service)
+        service, workload = self.service_name(deployment, candidate.service), workload_of(candidate)
+        front, existing = _front(service), api.get(service)
+        front.check(api, service)
         if existing is not None:
             check_owner(service, existing["metadata"].get("labels", {}), deployment.settings, candidate.endpoint)
-        for manifest in manifests(workload):
+        for manifest in front.parts(workload):
             _ensure(api, cluster, manifest, candidate)
-        url = url_once_ready(cloud, api, workload)
+        name = workload.name
+        url = url_once_ready(cloud, api, workload, lambda: name if front.is_reached(api, service, name) else None)
         if isinstance(url, Waits):
             return url
-        if existing is None:  # the first revision; or somebody has deleted the Service
-            _ensure(api, cluster, service_of(deployment, _serving(api, service, shares) or workload.name), candidate)
+        if existing is None:  # the first revision; or somebody has deleted the object
+            selected = _serving(api, service, shares) or workload.name
+            _ensure(api, cluster, front.manifest(deployment, selected), candidate)
         found = _reached(api, service, workload.name)
         return found or Waits("the load balancer of the endpoint has no address yet")
 
@@ -97,23 +103,28 @@ class NamedDeployments:
         return [service, _deployment_name(service, revision)]
 
     def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
-        (wanted,) = (share.revision for share in shares if share.percent)
-        api = _api(cloud, service)
+        front, api = _front(service), _api(cloud, service)
         if api is None or (found := api.get(service)) is None:
             hint = "the next rollout creates it again"
             raise RevisionGone(f"{service} does not exist any more", hint, left=frozenset())
-        if found["spec"]["selector"] == {INSTANCE: wanted}:
-            return True
-        server = api.get(_deployment_name(service, wanted))
-        if server is None:
-            raise RevisionGone(f"revision {wanted} does not exist any more")
-        if not server.get("status", {}).get("availableReplicas"):
-            return False  # its pods were lost after the check, and Kubernetes replaces them
-        fence()
-        return _patch(api, service, found, {"selector": {INSTANCE: wanted}})
+        wanted = front.wanted(api, service, shares)
+        if front.shares(found) != wanted:
+            if not all(_is_available(api, service, revision) for revision, percent in wanted.items() if percent):
+                return False  # its pods were lost after the check, and Kubernetes replaces them
+            fence()
+            if not _patch(api, service, found, front.change(found, wanted)):
+                return False
+        deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        while not front.has_moved(cloud, api, service, found := api.get(service) or found):
+            if cloud.clock.monotonic() > deadline:
+                return False
+            cloud.clock.sleep(kubernetes.LOOK_SECONDS)
+        return front.shares(found) == wanted
 
     def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
-        raise CloudError(ErrorClass.CONFIG, GkeServe.no_canary(), "every request at once: `--canary none`")
+        front, api = _front(service), _api(cloud, service)
+        owned = [] if api is None else _parts(cloud, api, service, [("v1", "Service")])
+        return front.counted(cloud, (item for _, item in owned), since)
 
     def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
         try:
@@ -133,7 +144,7 @@ class NamedDeployments:
             for name, item in running:
                 if item["kind"] == "Deployment" and item["spec"]["replicas"]:
                     fence()
-                    _patch(api, name, item, {"replicas": 0})
+                    _patch(api, name, item, {"spec": {"replicas": 0}})
             if cloud.clock.monotonic() > deadline:
                 return False
             cloud.clock.sleep(kubernetes.LOOK_SECONDS)
@@ -150,7 +161,7 @@ class NamedDeployments:
                 continue  # a user has deleted the revision for a rollback
             if not found["spec"]["replicas"]:
                 fence()
-                wanted = {"replicas": serve_of(candidate.deployment.spec).min_instances}
+                wanted = {"spec": {"replicas": serve_of(candidate.deployment.spec).min_instances}}
                 is_done = _patch(api, name, found, wanted) and is_done
         return is_done
 
@@ -159,7 +170,7 @@ class NamedDeployments:
         if api is None:
             return True
         deadline = cloud.clock.monotonic() + kubernetes.GONE_WAIT_SECONDS
-        while remaining := list(_parts(cloud, api, service, with_pods=True)):
+        while remaining := list(_parts(cloud, api, service, [*_front(service).kinds, POD])):
             for name, item in remaining:
                 if "deletionTimestamp" not in item["metadata"]:
                     api.delete(name, item["metadata"]["uid"])
@@ -178,13 +189,9 @@ def workload_of(candidate: Candidate) -> Workload:
     )
 
 
-def service_of(deployment: Deployment, selected: str) -> Object:
-    """The Service of a named endpoint, which selects the pods of a revision."""
-    labels = owner_labels(deployment.settings, deployment.endpoint)
-    made = service_manifest(Workload(names.named_endpoint(deployment.endpoint), labels, deployment))
-    made["metadata"]["labels"] = labels
-    made["spec"]["selector"] = {INSTANCE: selected}
-    return made
+def _front(service: str) -> Front:
+    """What has the address of an endpoint, by the name of its service."""
+    return WeightedRoute() if f"/{ROUTES}/" in service else SelectingService()
 
 
 def _ensure(api: Kubernetes, cluster: str, manifest: Object, candidate: Candidate) -> None:
@@ -202,24 +209,33 @@ def _ensure(api: Kubernetes, cluster: str, manifest: Object, candidate: Candidat
 
 
 def _prune(cloud: Cloud, api: Kubernetes, service: str, kept: set[str], last: int) -> None:
-    """Delete the parts of the revisions up to `last` that are neither kept nor selected: the selected one answers."""
-    found = api.get(service)
-    selected = {found["spec"]["selector"][INSTANCE]} if found else set()
-    for name, item in _parts(cloud, api, service):
+    """Delete the parts of the revisions up to `last` that are neither kept nor selected: the selected ones answer."""
+    found, front = api.get(service), _front(service)
+    selected = front.shares(found).keys() if found else set()
+    for name, item in _parts(cloud, api, service, front.kinds):
         number = names.revision_number(name, _endpoint(service))
         is_old = number is not None and number <= last
         if is_old and item["metadata"]["name"] not in {*selected, *kept}:
             api.delete(name, item["metadata"]["uid"])
 
 
-def _patch(api: Kubernetes, name: str, read: Object, spec: Object) -> bool:
-    """Change the spec of an object that was read; False if another caller has changed the object since."""
-    return api.patch(name, {"metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}, "spec": spec})
+def _is_available(api: Kubernetes, service: str, revision: str) -> bool:
+    """Whether a revision has ready pods. Raises RevisionGone."""
+    server = api.get(_deployment_name(service, revision))
+    if server is None:
+        raise RevisionGone(f"revision {revision} does not exist any more")
+    return bool(server.get("status", {}).get("availableReplicas"))
+
+
+def _patch(api: Kubernetes, name: str, read: Object, change: Object) -> bool:
+    """Change an object that was read; False if another caller has changed the object since."""
+    version = {"resourceVersion": read["metadata"]["resourceVersion"]}
+    return api.patch(name, {**change, "metadata": {**change.get("metadata", {}), **version}})
 
 
 def _running(cloud: Cloud, api: Kubernetes, service: str) -> list[tuple[str, Object]]:
     """The Deployments with replicas, and the pods, of an endpoint."""
-    parts = _parts(cloud, api, service, with_pods=True)
+    parts = _parts(cloud, api, service, [DEPLOYMENT, POD])
     return [(name, item) for name, item in parts if item["kind"] == "Pod" or (item.get("spec") or {}).get("replicas")]
 
 
@@ -231,11 +247,10 @@ def _serving(api: Kubernetes, service: str, shares: list[Share]) -> str:
 
 def _reached(api: Kubernetes, service: str, revision: str) -> Reached | None:
     """How to reach a revision and its endpoint; None if one of them does not exist or has no address."""
-    own, endpoint = api.get(_sibling(service, revision)), api.get(service)
-    if own is None or endpoint is None or api.get(_deployment_name(service, revision)) is None:
+    if api.get(_deployment_name(service, revision)) is None:
         return None
-    url, endpoint_url = url_of(own), url_of(endpoint)
-    return Reached(revision, url, endpoint_url) if url and endpoint_url else None
+    urls = _front(service).urls(api, service, revision)
+    return Reached(revision, urls.revision, urls.endpoint) if urls else None
 
 
 def _api(cloud: Cloud, service: str) -> Kubernetes | None:
@@ -244,11 +259,13 @@ def _api(cloud: Cloud, service: str) -> Kubernetes | None:
     return None if cluster is None else kubernetes.connect(cloud, cluster)
 
 
-def _parts(cloud: Cloud, api: Kubernetes, service: str, *, with_pods: bool = False) -> Iterator[tuple[str, Object]]:
-    """Every object of a named endpoint, with its full name."""
+def _parts(
+    cloud: Cloud, api: Kubernetes, service: str, kinds: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, Object]]:
+    """Every object of these kinds of a named endpoint, with its full name."""
     cluster, _, rest = service.partition("/k8s/namespaces/")
     selector = ",".join(f"{key}={value}" for key, value in owner_labels(cloud.settings, _endpoint(service)).items())
-    for kind in (*KINDS, *([("v1", "Pod")] if with_pods else [])):
+    for kind in kinds:
         for item in api.each(rest.partition("/")[0], *kind, selector):
             yield kubernetes.resource_of(cluster, item).name, item
 
@@ -261,10 +278,5 @@ def _endpoint(service: str) -> str:
     return _short(service).removeprefix(names.named_endpoint(""))
 
 
-def _sibling(service: str, revision: str) -> str:
-    """The full name of a revision's own Service."""
-    return f"{service.rpartition('/')[0]}/{revision}"
-
-
 def _deployment_name(service: str, revision: str) -> str:
-    return f"{service.rpartition('/services/')[0]}/apps/deployments/{revision}"
+    return sibling(service, "apps/deployments", revision)

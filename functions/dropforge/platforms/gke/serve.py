@@ -24,6 +24,7 @@ from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec
 
 from .catalog import gke_price
+from .gateway import WeightedRoute
 from .workload import (
     INSTANCE,
     KINDS,
@@ -104,8 +105,10 @@ class GkeDeployment:
 def _listed_in(api: Kubernetes, cluster: str, settings: Settings) -> list[Listed]:
     """The resources of runs' endpoints and of named endpoints in one cluster."""
     selector = f"{names.MANAGED_BY}=dropforge,!{names.ATTEMPT_LABEL}"
+    region = cluster.split("/")[3]
+    kinds = WeightedRoute.kinds if settings.has_gateway(region) else KINDS
     return [
         kubernetes.listed_of(cluster, item)
-        for kind in KINDS
+        for kind in kinds
         for item in api.each(settings.kubernetes_namespace, *kind, selector)
     ]

@@ -177,6 +177,7 @@ class GkeServe(ServeSpec):
     """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster. Only clients in the VPC reach it."""
 
     takes_names = True
+    splits_requests = True
     shares = True
 
     type: Literal["gke"] = Field(description="A Deployment on GKE Autopilot.")
@@ -248,8 +249,20 @@ class GkeServe(ServeSpec):
         if not (self.cluster or trains_on or settings.gke_cluster):
             expected = "a standing cluster's name: this deployment has no cluster of its own"
             yield SpecProblem("/serve/cluster", "no cluster is named", None, expected)
+        if self.canary is not None and (problem := self.why_whole(job, settings)):
+            expected = "no canary: the model gets every request at once; or a Gateway in that region"
+            yield SpecProblem("/serve/canary", problem, f"{self.canary.percent} percent", expected)
         if not isinstance(job.target, GkeTarget):  # GkeTarget.missing reports the labels
             yield from _label_problems(job)
+
+    def why_whole(self, job: JobSpec, settings: Settings) -> str:
+        region = self.region or job.target.placements[0].region
+        if settings.has_gateway(region):
+            return ""
+        return (
+            "serve.type gke can give a model a share of the requests only by a Gateway, and this deployment has none "
+            f"in {region} (Terraform: endpoint_gateway)"
+        )
 
 
 def _label_problems(job: JobSpec) -> Iterator[SpecProblem]:

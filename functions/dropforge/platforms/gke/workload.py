@@ -6,6 +6,7 @@ A run's own endpoint has such a set, and so has each revision of a named endpoin
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dropforge.base import names
@@ -68,9 +69,13 @@ def own_workload(deployment: Deployment) -> Workload:
     return Workload(names.endpoint_name(deployment.run), endpoint_labels(deployment), deployment)
 
 
-def manifests(workload: Workload) -> list[Object]:
-    """The objects of a workload. The first two are its Deployment and its Service."""
-    made = [deployment_manifest(workload), service_manifest(workload), monitoring_manifest(workload)]
+def manifests(workload: Workload, *, has_address: bool = True) -> list[Object]:
+    """The objects of a workload. The first two are its Deployment and its Service.
+
+    `has_address`: the Service has an address for clients outside of the cluster.
+    """
+    service = service_manifest(workload) if has_address else backend_manifest(workload)
+    made = [deployment_manifest(workload), service, monitoring_manifest(workload)]
     return [*made, autoscaler_manifest(workload)] if _scales(workload.deployment) else made
 
 
@@ -116,9 +121,18 @@ def service_manifest(workload: Workload) -> Object:
         "networking.gke.io/load-balancer-type": "Internal",
         "networking.gke.io/internal-load-balancer-allow-global-access": "true",
     }
+    return {**backend_manifest(workload), "metadata": metadata, "spec": _service_spec(workload, "LoadBalancer")}
+
+
+def backend_manifest(workload: Workload) -> Object:
+    """v1 Service without an address outside of the cluster: a load balancer of others forwards to its pods."""
+    spec = _service_spec(workload, "ClusterIP")
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(workload), "spec": spec}
+
+
+def _service_spec(workload: Workload, kind: str) -> Object:
     port = {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP"}
-    spec = {"type": "LoadBalancer", "selector": workload.selector, "ports": [port]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+    return {"type": kind, "selector": workload.selector, "ports": [port]}
 
 
 def monitoring_manifest(workload: Workload) -> Object:
@@ -267,18 +281,22 @@ def is_ready(pod: Object) -> bool:
     return (pods.condition_of(pod, "Ready") or {}).get("status") == "True"
 
 
-def url_once_ready(cloud: Cloud, api: Kubernetes, workload: Workload) -> str | Waits:
+def url_once_ready(
+    cloud: Cloud, api: Kubernetes, workload: Workload, find_url: Callable[[], str | None] | None = None
+) -> str | Waits:
     """Wait for a while. Returns the URL of a workload once its pods are ready, or what Kubernetes waits for.
 
-    Raises CloudError for a problem that does not pass by waiting.
+    `find_url` finds the URL, if it is not that of the workload's Service. Raises CloudError for a problem that does not
+    pass by waiting.
     """
     server_name, service_name = (resource.name for resource in resources(workload)[:2])
+    find = find_url or (lambda: url_of(service) if (service := api.get(service_name)) else None)
     deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
     reason = ""
     while cloud.clock.monotonic() < deadline:
-        server, service = api.get(server_name), api.get(service_name)
+        server = api.get(server_name)
         is_up = server is not None and _is_available(server, serve_of(workload.deployment.spec))
-        if is_up and service and (url := url_of(service)):
+        if is_up and (url := find()):
             return url
         reason = wait_reason(api, workload)
         cloud.clock.sleep(LOOK_SECONDS)
@@ -304,7 +322,7 @@ def wait_reason(api: Kubernetes, workload: Workload) -> str:
             raise error
         waiting = pods.unschedulable(pod, events)
         reasons.append(waiting.message if waiting else pods.starts(pod))
-    return reasons[0] if reasons else "its load balancer has no address yet"
+    return reasons[0] if reasons else "its load balancer does not forward to it yet"
 
 
 def no_pods(api: Kubernetes, workload: Workload) -> str:

@@ -58,8 +58,11 @@ class NamedTpuVms:
     def region(self, deployment: Deployment) -> str:
         return self._server.region(deployment)
 
-    def service_name(self, deployment: Deployment) -> str:
+    def service_name(self, deployment: Deployment, existing: str = "") -> str:
         return dns.record_name(deployment.settings, deployment.endpoint, self.region(deployment))
+
+    def why_whole(self, service: str) -> str:
+        return TpuVmServe.no_canary()
 
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence

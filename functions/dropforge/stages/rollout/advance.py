@@ -174,7 +174,7 @@ def _candidate(context: Context, record: EndpointRecord, revision: Revision, rol
         Served(each.name, each.run, each.digest, context.store.key(each.run)) for each in revision.adapters
     )
     deployment = Deployment(revision.run, spec, context.settings, context.now(), launch, record.name, adapters)
-    return Candidate(rollout, revision.number, deployment)
+    return Candidate(rollout, revision.number, deployment, record.service)
 
 
 def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:

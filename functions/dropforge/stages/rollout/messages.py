@@ -21,7 +21,7 @@ from dropforge.endpoints.record import Canary
 from dropforge.run.events import Request
 from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
-from dropforge.spec import parts
+from dropforge.spec import JobSpec, parts
 from dropforge.spec.kinds import ServeSpec
 from dropforge.spec.parts import DURATION
 from dropforge.tell.run_events import answer_refused
@@ -87,7 +87,7 @@ def _serve(context: Context, arguments: dict[str, Any], endpoint: str, rollout: 
             "`with` is for the model of another deployment: the spec of a run says how it is served", elsewhere.PAGE
         )
     spec = context.store.spec(record.run)
-    canary = _canary(arguments, _named(context, f"the spec of run {record.run}", spec.serve))
+    canary = _canary(context, arguments, spec, _named(context, f"the spec of run {record.run}", spec.serve))
     requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
 
 
@@ -98,12 +98,12 @@ def _serve_of_another_deployment(
     run, uri = names.copy_id(rollout), _text(arguments, "run")
     if (record := context.store.find(run)) is None:
         model = elsewhere.find_model(context, uri, endpoint, arguments.get("with", {}))
-        _canary(arguments, _named(context, f"the spec of {uri}", model.spec.serve))
-        requests.check_request(context, model.spec, request.topic)
+        canary = _canary(context, arguments, model.spec, _named(context, f"the spec of {uri}", model.spec.serve))
+        requests.check_request(context, model.spec, request.topic, canary is not None)
         record = elsewhere.add_run(context, model, run, request)
     spec = context.store.spec(run)
     assert spec.serve is not None, "another spec is refused"
-    canary = _canary(arguments, spec.serve)
+    canary = _canary(context, arguments, spec, spec.serve)
     requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
 
 
@@ -133,7 +133,7 @@ def _text(arguments: Any, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
+def _canary(context: Context, arguments: dict[str, Any], spec: JobSpec, serve: ServeSpec) -> Canary | None:
     """The canary of a message: its own (null: none), or else that of the spec whose model it names."""
     if "canary" not in arguments:
         return canary_of(serve.canary)
@@ -141,8 +141,8 @@ def _canary(arguments: dict[str, Any], serve: ServeSpec) -> Canary | None:
         return None
     if serve.share:
         raise Refused("a shared endpoint has no canary: its other models would be split, too", requests.SHARING)
-    if not serve.splits_requests:
-        raise Refused(serve.no_canary(), "`--canary none`: the model gets every request at once")
+    if whole := serve.why_whole(spec, context.settings):
+        raise Refused(whole, "`--canary none`: the model gets every request at once")
     try:
         return canary_of(parts.Canary.model_validate(arguments["canary"]))
     except ValidationError as error:

@@ -17,6 +17,7 @@ from dropforge.context import Context
 from dropforge.endpoints import shared
 from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout
 from dropforge.endpoints.shared import Adapter, Base
+from dropforge.platforms.named import NamedServer
 from dropforge.platforms.serving import Deployment
 from dropforge.run.artifacts import read_manifest
 from dropforge.run.record import Record, RunError
@@ -71,12 +72,14 @@ def put_behind(
     def change(latest: EndpointRecord) -> EndpointRecord:
         _check(context, latest, topic)
         _check_money(context, latest)
-        _check_place(latest, new.type, new.region, new.service)
+        service = _service(server, deployment, latest)
+        _check_place(latest, new.type, new.region, service)
+        _check_canary(server, service, canary is not None)
         if _is_fixed(latest):
             _check_base(latest, base)
         if base is not None:
             _check_room(latest.adapters, spec.name, record.topic, endpoint)
-        return latest.model_copy(update=place).with_rollout(wanted)
+        return latest.model_copy(update={**place, "service": service}).with_rollout(wanted)
 
     return _request(context, endpoint, rollout, change)
 
@@ -84,19 +87,19 @@ def put_behind(
 def check_name(context: Context, spec: JobSpec, topic: str) -> None:
     """Refuse a spec whose model could not get behind its name. Raises InvalidSpec."""
     try:
-        check_fit(context, spec, topic)
+        check_fit(context, spec, topic, spec.serve is not None and spec.serve.canary is not None)
     except Refused as refused:
         name = spec.serve.endpoint if spec.serve else None
         raise InvalidSpec([SpecProblem("/serve/endpoint", refused.message, name, refused.hint)]) from None
 
 
-def check_request(context: Context, spec: JobSpec, topic: str) -> None:
-    """Raises Refused for a spec whose model cannot get behind its name now."""
-    if (record := check_fit(context, spec, topic)) is not None:
+def check_request(context: Context, spec: JobSpec, topic: str, is_canary: bool) -> None:
+    """Raises Refused for a spec whose model cannot get behind its name now; `is_canary`: as a canary."""
+    if (record := check_fit(context, spec, topic, is_canary)) is not None:
         _check_money(context, record)
 
 
-def check_fit(context: Context, spec: JobSpec, topic: str) -> EndpointRecord | None:
+def check_fit(context: Context, spec: JobSpec, topic: str, is_canary: bool) -> EndpointRecord | None:
     """The present record of the endpoint that a spec names. Raises Refused if its model could not get behind it."""
     serve = spec.serve
     if serve is None or serve.endpoint is None or (record := context.endpoints.find(serve.endpoint)) is None:
@@ -104,7 +107,9 @@ def check_fit(context: Context, spec: JobSpec, topic: str) -> EndpointRecord | N
     server = context.platforms.named(serve.type)
     deployment = Deployment("", spec, context.settings, context.now(), endpoint=serve.endpoint)
     _check(context, record, topic)
-    _check_place(record, serve.type, server.region(deployment), server.service_name(deployment))
+    service = _service(server, deployment, record)
+    _check_place(record, serve.type, server.region(deployment), service)
+    _check_canary(server, service, is_canary)
     if _is_fixed(record):
         _check_early(record, spec, topic)
     return record
@@ -313,6 +318,17 @@ def _check_place(record: EndpointRecord, kind: str, region: str, service: str) -
             "its URL would change",
             "set serve.cluster to the cluster of the endpoint, or choose another name",
         )
+
+
+def _service(server: NamedServer, deployment: Deployment, record: EndpointRecord) -> str:
+    """The service of an endpoint that gets another model; a platform keeps the kind of service that it has."""
+    return server.service_name(deployment, record.service if _is_fixed(record) else "")
+
+
+def _check_canary(server: NamedServer, service: str, is_wanted: bool) -> None:
+    """Raises Refused for a canary of an endpoint whose service gives one revision every request."""
+    if is_wanted and (problem := server.why_whole(service)):
+        raise Refused(problem, "no canary: the model gets every request at once. docs/endpoints.md#gke")
 
 
 def _is_fixed(record: EndpointRecord) -> bool:

@@ -2,8 +2,9 @@
 
 Stored without effect: HorizontalPodAutoscalers, security contexts, tolerations, priority, sessionAffinity,
 preStop hooks other than `sleep`. Not emulated, answered with 501 or 404: RBAC, PersistentVolumes, DaemonSets,
-StatefulSets, CronJobs, affinity, exec and grpc probes. Protobuf bodies of large kinds, such as a Job, are answered with
-501 and a command that sends JSON.
+StatefulSets, CronJobs, GatewayClasses, affinity, exec and grpc probes. Protobuf bodies of large kinds, such as a Job,
+are answered with 501 and a command that sends JSON.
+The load balancer of a Gateway has an address with a local port, for a listener of any port.
 All processes share a machine: a pod's port maps to a local port (given by PORT), and names of services do not resolve.
 """
 

@@ -20,6 +20,7 @@ from .controllers.loop import ControlLoop
 from .controllers.owned import Tools, is_finished
 from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
 from .controllers.volumes import CLASSES, ClaimController, EphemeralVolumes
+from .gateways import Gateways, RouteController, Routes
 from .kinds import BY_NAME, NODE, POD
 from .kubelet.execution import ExecRequest
 from .kubelet.logs import LogRequest, container_of, log_id, read_log
@@ -54,6 +55,7 @@ class Cluster:
         recorder = Recorder(self.store, shared.host.clock, shared.config.event_seconds)
         self._tools = Tools(self.objects, recorder, shared.host.clock, shared.config)
         self._scheduler = Scheduler(self._tools, shared.faults)
+        self._routes = Routes(shared.host.clock, shared.config.gateway_spread_seconds)
         self._loop = ControlLoop(
             shared.host.db,
             shared.host.clock,
@@ -64,6 +66,7 @@ class Cluster:
                 RayClusterController(self._tools, shared.ports),
                 EphemeralVolumes(self._tools),
                 ClaimController(self._tools, shared.runner.disks),
+                RouteController(self._tools, self._routes),
                 GarbageCollector(self._tools),
                 NamespaceController(self._tools),
                 self._scheduler,
@@ -79,10 +82,21 @@ class Cluster:
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self.kubelet = Kubelet(self._tools, shared.runner, shared.ports, self._session)
         self.services = Services(self.store, shared.ports, shared.config, self._session)
+        self.gateways = Gateways(
+            self.store,
+            shared.ports,
+            shared.config,
+            self.services,
+            self._routes,
+            self._session,
+            self._tools,
+            shared.balanced,
+        )
         self._ray_jobs = RayJobs(self._tools, shared.ports, self._session)
         self._api = ApiServer(self.objects, self.port, shared, self, server_context(self._certificates))
         self.store.on_change = self._on_change
         self.services.start()
+        self.gateways.start()
         self.kubelet.start()
         self._ray_jobs.start()
         self._running = asyncio.get_running_loop().create_task(self._loop.run())
@@ -90,7 +104,7 @@ class Cluster:
 
     async def stop(self) -> None:
         """Stop serving; containers continue. Every part stops, also after another part raises."""
-        parts = (self._ray_jobs.stop, self.kubelet.stop, self.services.stop, self._session.close)
+        parts = (self._ray_jobs.stop, self.kubelet.stop, self.gateways.stop, self.services.stop, self._session.close)
         await stop_all(self._api.stop, self._stop_loop, *parts)
 
     def retry_pending_pods(self) -> None:
@@ -153,6 +167,7 @@ class Cluster:
         self.kubelet.on_change(change)
         self._ray_jobs.on_change(change)
         self.services.on_change(change)
+        self.gateways.on_change(change)
 
 
 def ensure_objects(objects: Objects, manifests: Iterable[Object]) -> None:

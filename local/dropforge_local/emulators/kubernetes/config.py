@@ -68,6 +68,8 @@ class KubernetesConfig:
     ray_probe_seconds: int = 10  # before the first readiness probe of a Ray pod, as in KubeRay
     ray_poll_seconds: float = 1.0  # between two polls of a Ray job; 3 in KubeRay
     ray_status_seconds: float = 30.0  # until a silent Ray head fails its job; 300 in KubeRay
+    gateway_seconds: float = 0.2  # until the load balancer of a Gateway has a changed route; a minute in the cloud
+    gateway_spread_seconds: float = 0.5  # after that, until each of its proxies has the route
     event_seconds: float = 3600.0  # until an event is deleted, as in Kubernetes
     kept_logs: int = 200  # ended containers whose output is kept, also after the deletion of their pods
     api_ports: range = range(16000, 17000)

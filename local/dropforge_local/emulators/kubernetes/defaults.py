@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .gatewayrules import set_gateway_defaults, set_route_defaults
 from .kinds import Kind
 from .rayrules import set_cluster_defaults, set_job_defaults
 
@@ -221,6 +222,8 @@ DEFAULTS: Mapping[str, Callable[[Object], None]] = {
     "secrets": _secret,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
     "networkpolicies.networking.k8s.io": _network_policy,
+    "gateways.gateway.networking.k8s.io": set_gateway_defaults,
+    "httproutes.gateway.networking.k8s.io": set_route_defaults,
     "rayjobs.ray.io": set_job_defaults,
     "rayclusters.ray.io": set_cluster_defaults,
 }

@@ -13,6 +13,7 @@ from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST, free_port, is_listening
 
 from ...containers.processes import Runtime
+from ..cloudrun.counts import Counts
 from ..compute.disks import Disks
 from ..kit.background import stop_all
 from ..kit.emulator import PassiveEmulator
@@ -24,9 +25,12 @@ from .cluster import OWN_OBJECTS, Cluster, ensure_objects
 from .config import KubernetesConfig
 from .faults import Faults
 from .kinds import (
+    BACKEND_POLICY,
     CLAIM,
     DEPLOYMENT,
+    HEALTH_POLICY,
     HPA,
+    HTTP_ROUTE,
     JOB,
     POD,
     POD_MONITORING,
@@ -43,7 +47,21 @@ from .shared import Note, Shared
 from .store import SCHEMA, Object
 
 # Objects that count as leftovers: workloads and the objects through which clients reach them.
-COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER, CLAIM)
+COUNTED = (
+    JOB,
+    DEPLOYMENT,
+    REPLICA_SET,
+    POD,
+    SERVICE,
+    HPA,
+    POD_MONITORING,
+    RAY_JOB,
+    RAY_CLUSTER,
+    CLAIM,
+    HTTP_ROUTE,
+    BACKEND_POLICY,
+    HEALTH_POLICY,
+)
 
 
 class KubernetesEmulator(PassiveEmulator):
@@ -66,7 +84,10 @@ class KubernetesEmulator(PassiveEmulator):
         self._runtime = Runtime(host.directory, host.images.search_path)
         self._disks = disks or Disks(host.db, host.directory / ".disks")
         runner = Runner(host, self._runtime, config.kept_logs, self._disks)
-        self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note, enter, standing)
+        self.balanced = Counts()
+        self._shared = Shared(
+            host, config, Faults(host.db), runner, Ports(host.db), authorize, note, enter, standing, self.balanced
+        )
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

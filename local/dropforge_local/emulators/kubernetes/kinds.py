@@ -69,12 +69,18 @@ LEASE = _builtin("coordination.k8s.io", "v1", "Lease", "leases")
 POD_MONITORING = Kind(
     "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
 )
+GATEWAY = _builtin("gateway.networking.k8s.io", "v1", "Gateway", "gateways", "gtw", subresources="status")
+HTTP_ROUTE = _builtin("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes", subresources="status")
+BACKEND_POLICY = _builtin("networking.gke.io", "v1", "GCPBackendPolicy", "gcpbackendpolicies", subresources="status")
+GATEWAY_POLICY = _builtin("networking.gke.io", "v1", "GCPGatewayPolicy", "gcpgatewaypolicies", subresources="status")
+HEALTH_POLICY = _builtin("networking.gke.io", "v1", "HealthCheckPolicy", "healthcheckpolicies", subresources="status")
 RAY_JOB = _builtin("ray.io", "v1", "RayJob", "rayjobs", subresources="status", categories="all")
 RAY_CLUSTER = _builtin("ray.io", "v1", "RayCluster", "rayclusters", subresources="status", categories="all")
 
 KINDS = (
     NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, CLAIM, VOLUME, DEPLOYMENT, REPLICA_SET,
-    JOB, HPA, STORAGE_CLASS, NETWORK_POLICY, LEASE, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
+    JOB, HPA, STORAGE_CLASS, NETWORK_POLICY, LEASE, POD_MONITORING, GATEWAY, HTTP_ROUTE, BACKEND_POLICY,
+    GATEWAY_POLICY, HEALTH_POLICY, RAY_JOB, RAY_CLUSTER,
 )  # fmt: skip
 BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 BY_KEY = {kind.key: kind for kind in KINDS}

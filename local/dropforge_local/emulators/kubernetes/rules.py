@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
 
-from . import names, podrules
+from . import gatewayrules, names, podrules
 from . import rayrules as ray
 from .kinds import Kind
 from .podrules import at_least, each
@@ -396,6 +396,11 @@ RULES: Mapping[str, Rule] = {
     "persistentvolumeclaims": _claim,
     "podmonitorings.monitoring.googleapis.com": _pod_monitoring,
     "networkpolicies.networking.k8s.io": _network_policy,
+    "gateways.gateway.networking.k8s.io": gatewayrules.gateway,
+    "httproutes.gateway.networking.k8s.io": gatewayrules.route,
+    "gcpbackendpolicies.networking.gke.io": gatewayrules.backend_policy,
+    "gcpgatewaypolicies.networking.gke.io": gatewayrules.policy,
+    "healthcheckpolicies.networking.gke.io": gatewayrules.health_policy,
     "rayjobs.ray.io": ray.ray_job,
     "rayclusters.ray.io": ray.ray_cluster,
 }

@@ -148,9 +148,13 @@ class Services:
         chosen = [entry for entry in ports if port in ("", str(entry["port"]), entry.get("name"))]
         if not chosen:
             raise Refusal(503, f'no endpoints available for service "{service["metadata"]["name"]}:{port}"')
-        candidates = [self._pod_port(pod, str(chosen[0]["targetPort"])) for pod in self._endpoints(service)]
-        local = [number for number in candidates if number is not None]
+        local = [number for _, number in self.targets(service, str(chosen[0]["targetPort"]))]
         return local[next(self._turns) % len(local)] if local else None
+
+    def targets(self, service: Object, port: str) -> list[tuple[str, int]]:
+        """The uid of each ready pod of a service, and the local port for its port."""
+        found = [(pod["metadata"]["uid"], self._pod_port(pod, port)) for pod in self._endpoints(service)]
+        return [(uid, local) for uid, local in found if local is not None]
 
     def _endpoints(self, service: Object) -> list[Object]:
         selector, unready = service["spec"].get("selector", {}), service["spec"].get("publishNotReadyAddresses")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ..cloudrun.counts import Counts
 from ..kit.host import Host
 from .config import KubernetesConfig
 from .faults import Faults
@@ -20,6 +21,7 @@ class Shared:
     """The settings, the containers and the fault switches; `authorize` decides from a request's headers.
 
     `enter` lets the rest of a request act as its account. The clusters in `standing` have the deployment's Roles.
+    `balanced` are the answers of pods through the load balancers of Gateways.
     """
 
     host: Host
@@ -31,3 +33,4 @@ class Shared:
     note: Note
     enter: Callable[[Mapping[str, str]], None]
     standing: Collection[str]
+    balanced: Counts

@@ -154,6 +154,43 @@ TYPES = {
     "LeaseSpec": """
         holderIdentity:str leaseDurationSeconds:int acquireTime:time renewTime:time leaseTransitions:int
         preferredHolder:str strategy:str""",
+    # The Gateway API (gateway.networking.k8s.io/v1)
+    "Gateway": "metadata:ObjectMeta spec:GatewaySpec! status:any",
+    "GatewaySpec": "gatewayClassName:str! listeners:[GatewayListener/name]!",
+    "GatewayListener": "name:str! port:int! protocol:str! hostname:str allowedRoutes:AllowedRoutes",
+    "AllowedRoutes": "namespaces:RouteNamespaces kinds:[RouteGroupKind]",
+    "RouteNamespaces": "from:All|Selector|Same selector:LabelSelector",
+    "RouteGroupKind": "group:str kind:str!",
+    "HTTPRoute": "metadata:ObjectMeta spec:HTTPRouteSpec! status:any",
+    "HTTPRouteSpec": "parentRefs:[ParentReference] hostnames:[str] rules:[HTTPRouteRule]",
+    "ParentReference": "group:str kind:str namespace:str name:str! sectionName:str port:int",
+    "HTTPRouteRule": """
+        name:str matches:[HTTPRouteMatch] filters:[HTTPRouteFilter] backendRefs:[HTTPBackendRef]""",
+    "HTTPRouteMatch": "path:HTTPPathMatch",
+    "HTTPPathMatch": "type:Exact|PathPrefix|RegularExpression value:str",
+    "HTTPRouteFilter": """
+        type:RequestHeaderModifier|ResponseHeaderModifier|RequestMirror|RequestRedirect|URLRewrite|ExtensionRef|CORS!
+        urlRewrite:HTTPURLRewriteFilter""",
+    "HTTPURLRewriteFilter": "hostname:str path:HTTPPathModifier",
+    "HTTPPathModifier": "type:ReplaceFullPath|ReplacePrefixMatch! replaceFullPath:str replacePrefixMatch:str",
+    "HTTPBackendRef": "group:str kind:str name:str! namespace:str port:int weight:int",
+    # Google's policies for it (networking.gke.io/v1)
+    "PolicyTarget": "group:str kind:str! name:str! namespace:str",
+    "GCPBackendPolicy": "metadata:ObjectMeta spec:GCPBackendPolicySpec! status:any",
+    "GCPBackendPolicySpec": "targetRef:PolicyTarget! default:GCPBackendPolicyConfig",
+    "GCPBackendPolicyConfig": "timeoutSec:int connectionDraining:ConnectionDraining",
+    "ConnectionDraining": "drainingTimeoutSec:int",
+    "GCPGatewayPolicy": "metadata:ObjectMeta spec:GCPGatewayPolicySpec! status:any",
+    "GCPGatewayPolicySpec": "targetRef:PolicyTarget! default:GCPGatewayPolicyConfig",
+    "GCPGatewayPolicyConfig": "sslPolicy:str allowGlobalAccess:bool region:str",
+    "HealthCheckPolicy": "metadata:ObjectMeta spec:HealthCheckPolicySpec! status:any",
+    "HealthCheckPolicySpec": "targetRef:PolicyTarget! default:HealthCheckPolicyConfig",
+    "HealthCheckPolicyConfig": """
+        checkIntervalSec:int timeoutSec:int unhealthyThreshold:int healthyThreshold:int config:HealthCheck""",
+    "HealthCheck": "type:TCP|HTTP|HTTPS|HTTP2|GRPC httpHealthCheck:HTTPHealthCheck",
+    "HTTPHealthCheck": """
+        portSpecification:USE_FIXED_PORT|USE_NAMED_PORT|USE_SERVING_PORT port:int portName:str host:str
+        requestPath:str proxyHeader:NONE|PROXY_V1 response:str""",
     # Ray (ray.io/v1)
     "RayJob": "metadata:ObjectMeta spec:RayJobSpec! status:any",
     "RayJobSpec": """
@@ -214,6 +251,17 @@ NOT_EMULATED = {
         awsElasticBlockStore azureDisk azureFile cephfs cinder downwardAPI fc flexVolume flocker
         gcePersistentDisk gitRepo glusterfs image iscsi photonPersistentDisk portworxVolume projected quobyte rbd
         scaleIO storageos vsphereVolume""",
+    "GatewaySpec": "addresses infrastructure tls allowedListeners",
+    "GatewayListener": "tls",
+    "HTTPRouteRule": "timeouts",
+    "HTTPRouteMatch": "headers queryParams method",
+    "HTTPRouteFilter": """
+        requestHeaderModifier responseHeaderModifier requestMirror requestRedirect extensionRef cors""",
+    "HTTPBackendRef": "filters",
+    "GCPBackendPolicyConfig": """
+        logging sessionAffinity securityPolicy iap maxRatePerEndpoint backendPreference""",
+    "HealthCheckPolicyConfig": "logConfig",
+    "HealthCheck": "tcpHealthCheck httpsHealthCheck http2HealthCheck grpcHealthCheck",
     "PersistentVolumeClaimSpec": "dataSource dataSourceRef volumeAttributesClassName",
     "JobSpec": "successPolicy backoffLimitPerIndex maxFailedIndexes managedBy",
     "ServiceSpec": "externalIPs healthCheckNodePort sessionAffinityConfig trafficDistribution",

@@ -1,5 +1,6 @@
-"""Cloud Monitoring: timeSeries.list for the requests to revisions of Cloud Run and for the messages that wait in
-subscriptions of Pub/Sub; alerts.list for the alert `dead_letters` of terraform/alerts.tf.
+"""Cloud Monitoring: timeSeries.list for the requests to revisions of Cloud Run, for those through internal Application
+Load Balancers and for the messages that wait in subscriptions of Pub/Sub; alerts.list for the alert `dead_letters` of
+terraform/alerts.tf.
 
 Google writes these metrics each minute, and shows them up to three minutes later; here they are exact and at once. The
 other alerts of Terraform need metrics that the local stack lacks.
@@ -28,10 +29,16 @@ Json = dict[str, Any]
 
 
 class MonitoringEmulator(PassiveEmulator):
-    """The requests to Cloud Run are `counts`. `dead_letters` are the subscriptions that the alert watches."""
+    """The requests to Cloud Run are `counts`; those through load balancers are `balanced`, by the name of the backend.
 
-    def __init__(self, counts: Counts, pubsub: PubSubEmulator, dead_letters: Sequence[str] = ()) -> None:
+    `dead_letters` are the subscriptions that the alert watches.
+    """
+
+    def __init__(
+        self, counts: Counts, pubsub: PubSubEmulator, dead_letters: Sequence[str] = (), balanced: Counts | None = None
+    ) -> None:
         self._counts = counts
+        self._balanced = balanced or Counts()
         self._pubsub = pubsub
         self._dead_letters = dead_letters
 
@@ -42,9 +49,12 @@ class MonitoringEmulator(PassiveEmulator):
         return mount([Route("GET", f"{project}/timeSeries", series), Route("GET", f"{project}/alerts", alerts)])
 
     def _list(self, call: Call) -> Json:
-        if rules.metric_of(call.query.get("filter", "")) in rules.BACKLOG:
+        metric, by = rules.metric_of(call.query.get("filter", "")), call.query.getall("aggregation.groupByFields", [])
+        if metric in rules.BACKLOG:
             return {"timeSeries": list(self._backlog(call))}
-        query = rules.read(call.query, call.query.getall("aggregation.groupByFields", []))
+        if metric in rules.BALANCED:
+            return {"timeSeries": self._balanced_series(*rules.read_balanced(call.query, by))}
+        query = rules.read(call.query, by)
         groups: defaultdict[tuple[tuple[str, str], ...], list[Answered]] = defaultdict(list)
         for revision, requests in self._counts.between(query.start, query.end):
             resource = labels_of(revision)
@@ -53,6 +63,15 @@ class MonitoringEmulator(PassiveEmulator):
                     labels = {**resource, "response_code_class": f"{request.status // 100}xx"}
                     groups[tuple((name, labels[name]) for name in query.groups)].append(request)
         return {"timeSeries": [series_of(query, dict(group), requests) for group, requests in sorted(groups.items())]}
+
+    def _balanced_series(self, query: rules.Query, backends: Sequence[str]) -> list[Json]:
+        groups: defaultdict[tuple[tuple[str, str], ...], list[Answered]] = defaultdict(list)
+        for backend, requests in self._balanced.between(query.start, query.end):
+            for request in requests if backend in backends else ():
+                labels = {"backend_name": backend, "response_code_class": str(request.status // 100 * 100)}
+                groups[tuple((name, labels[name]) for name in query.groups)].append(request)
+        found = sorted(groups.items())
+        return [series_of(query, dict(group), requests, "internal_http_lb_rule") for group, requests in found]
 
     def _backlog(self, call: Call) -> Iterator[Json]:
         query, project = rules.read_backlog(call.query), call.names["project"]
@@ -101,9 +120,11 @@ def labels_of(revision: str) -> dict[str, str]:
     return {"project_id": project, "location": location, "service_name": service, "revision_name": name}
 
 
-def series_of(query: rules.Query, group: dict[str, str], requests: Sequence[Answered]) -> Json:
+def series_of(
+    query: rules.Query, group: dict[str, str], requests: Sequence[Answered], resource: str = "cloud_run_revision"
+) -> Json:
     """A time series with one point: the number of the requests, or the 95th percentile of their milliseconds."""
-    if query.metric == rules.REQUESTS:
+    if query.metric.endswith("/request_count"):
         kind, value_type, value = "DELTA", "INT64", {"int64Value": str(len(requests))}
     else:
         ordered = sorted(request.seconds for request in requests)
@@ -114,7 +135,7 @@ def series_of(query: rules.Query, group: dict[str, str], requests: Sequence[Answ
     return {
         "metric": {"type": query.metric, "labels": metric},
         "resource": {
-            "type": "cloud_run_revision",
+            "type": resource,
             "labels": {name: value for name, value in group.items() if name not in metric},
         },
         "metricKind": kind,

@@ -18,6 +18,10 @@ REDUCERS = {REQUESTS: "REDUCE_SUM", LATENCIES: "REDUCE_PERCENTILE_95"}
 UNDELIVERED = "pubsub.googleapis.com/subscription/num_undelivered_messages"
 OLDEST = "pubsub.googleapis.com/subscription/oldest_unacked_message_age"
 BACKLOG = {UNDELIVERED, OLDEST}
+BALANCED = {
+    "loadbalancing.googleapis.com/https/internal/request_count": "REDUCE_SUM",
+    "loadbalancing.googleapis.com/https/internal/backend_latencies": "REDUCE_PERCENTILE_95",
+}
 GROUPS = {"revision_name", "response_code_class"}
 LABELS = {"location", "project_id", "revision_name", "service_name"}
 LEAST_PERIOD = 60  # seconds
@@ -26,6 +30,10 @@ _METRIC = re.compile(r'metric\.type\s*=\s*"([^"\\]*)"')
 _ONE_OF = re.compile(
     r'metric\.type\s*=\s*"[^"\\]*" AND resource\.type\s*=\s*"pubsub_subscription" AND '
     r'resource\.labels?\.subscription_id\s*=\s*one_of\(("[^"\\]*"(?:,\s*"[^"\\]*")*)\)'
+)
+_BACKENDS = re.compile(
+    r'metric\.type\s*=\s*"[^"\\]*" AND resource\.type\s*=\s*"internal_http_lb_rule" AND '
+    r'resource\.labels?\.backend_name\s*=\s*one_of\(("[^"\\]*"(?:,\s*"[^"\\]*")*)\)'
 )
 _GROUP = re.compile(r"(?:resource|metric)\.labels?\.(\w+)")
 
@@ -83,8 +91,30 @@ def check_alerts(query: Mapping[str, str]) -> None:
 
 
 def read(query: Mapping[str, str], groups: Sequence[str]) -> Query:
-    """The query of a request. Raises ApiError."""
+    """The query of a request for the requests to Cloud Run. Raises ApiError."""
     metric, labels = _filter(query.get("filter", ""))
+    start, end, names = _interval(query, groups, metric, REDUCERS[metric])
+    if not set(names) <= GROUPS or "revision_name" not in names:
+        raise _unimplemented(f"groups by {list(groups)}")
+    return Query(metric, labels, start, end, names)
+
+
+def read_balanced(query: Mapping[str, str], groups: Sequence[str]) -> tuple[Query, tuple[str, ...]]:
+    """The query of a request for one of BALANCED, and the backends whose requests it counts. Raises ApiError."""
+    text = query.get("filter", "")
+    match, metric = _BACKENDS.fullmatch(text), metric_of(text)
+    if match is None:
+        raise _unimplemented(f'the filter {text!r}; expected metric.type, resource.type and one_of("NAME", ...)')
+    start, end, names = _interval(query, groups, metric, BALANCED[metric])
+    if not set(names) <= {"backend_name", "response_code_class"} or "backend_name" not in names:
+        raise _unimplemented(f"groups by {list(groups)}")
+    return Query(metric, {}, start, end, names), tuple(re.findall(r'"([^"]*)"', match[1]))
+
+
+def _interval(
+    query: Mapping[str, str], groups: Sequence[str], metric: str, reducer: str
+) -> tuple[float, float, tuple[str, ...]]:
+    """The times of a query, and the names of the labels by which it groups. Raises ApiError."""
     start, end = (_time(query, f"interval.{name}Time") for name in ("start", "end"))
     if start > end:
         raise _wrong("interval", f"{query['interval.startTime']} is after {query['interval.endTime']}")
@@ -95,12 +125,9 @@ def read(query: Mapping[str, str], groups: Sequence[str]) -> Query:
         raise _unimplemented(f"an alignment period of {period} within an interval of {end - start:.0f} s")
     if query.get("aggregation.perSeriesAligner") != "ALIGN_DELTA":
         raise _unimplemented(f"the aligner {query.get('aggregation.perSeriesAligner')!r}")
-    if query.get("aggregation.crossSeriesReducer") != REDUCERS[metric]:
+    if query.get("aggregation.crossSeriesReducer") != reducer:
         raise _unimplemented(f"the reducer {query.get('aggregation.crossSeriesReducer')!r} of {metric}")
-    names = tuple(match[1] if (match := _GROUP.fullmatch(group)) else group for group in groups)
-    if not set(names) <= GROUPS or "revision_name" not in names:
-        raise _unimplemented(f"groups by {list(groups)}")
-    return Query(metric, labels, start, end, names)
+    return start, end, tuple(match[1] if (match := _GROUP.fullmatch(group)) else group for group in groups)
 
 
 def _filter(text: str) -> tuple[str, dict[str, str]]:

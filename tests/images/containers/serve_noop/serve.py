@@ -89,6 +89,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path not in ("/v1/chat/completions", "/v1/completions"):
+            return self.answer({"error": {"message": "Not Found"}}, 404)
         if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
             return self.answer({"error": "Unauthorized"}, 401)
         request = json.loads(body or "{}")
