@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from google.cloud.tpu_v2 import Node
 
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import CloudError, Conflict
@@ -78,7 +79,7 @@ def test_a_deployment_without_a_zone_refuses_names_with_the_price() -> None:
 
 def moved(shift: Callable[..., Any], *, address: str, read: str | None) -> list[Any]:
     """Call `shift` with a node at an address and a record with another one; return what the record was changed to."""
-    node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2)
+    node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2, health_description="")
     record = None if read is None else {"name": "n.", "type": "A", "ttl": 5, "rrdatas": [read]}
     changed: list[Any] = []
 
@@ -115,9 +116,20 @@ def test_a_superseded_call_moves_no_name() -> None:
         moved(lambda: SERVER.shift(CLOUD, SERVICE, SHARES, fence), address="10.0.0.2", read="10.0.0.1")
 
 
-def test_a_name_never_moves_to_a_machine_that_does_not_exist() -> None:
-    with patch.object(tpu, "find_node", lambda *_: None), pytest.raises(RevisionGone):
-        SERVER.shift(CLOUD, SERVICE, SHARES)
+def node_in(state: str, address: str = "10.0.0.2") -> Any:
+    endpoints = [SimpleNamespace(ip_address=address)]
+    return SimpleNamespace(
+        name=NODE, state=Node.State[state], network_endpoints=endpoints, health_description="", labels={}
+    )
+
+
+@pytest.mark.parametrize("state", ["", "DELETING", "PREEMPTED", "TERMINATED", "STOPPING", "STOPPED"])
+def test_a_name_never_moves_to_a_machine_that_does_not_run(state: str) -> None:
+    """The node of a preempted machine still has an address."""
+    with patch.object(tpu, "find_node", lambda *_: node_in(state) if state else None):
+        assert SERVER.find(CLOUD, SERVICE, 2) is None
+        with pytest.raises(RevisionGone):
+            SERVER.shift(CLOUD, SERVICE, SHARES)
 
 
 def machines_of(endpoint: str, *numbers: int) -> list[Listed]:
@@ -176,7 +188,7 @@ def test_a_superseded_call_suspends_nothing(deleted: list[str]) -> None:
 def test_a_machine_of_another_deployment_becomes_no_revision() -> None:
     labels = {**owner_labels(DOMAIN, "text-to-sql"), "dropforge-deployment": "another"}
     with (
-        patch.object(tpu, "find_node", lambda *_: SimpleNamespace(labels=labels, state=2)),
+        patch.object(tpu, "find_node", lambda *_: SimpleNamespace(labels=labels, state=2, health_description="")),
         pytest.raises(CloudError, match=r"exists and belongs to .*another"),
     ):
         SERVER.deploy(cloud_with(DOMAIN), candidate(), SHARES)

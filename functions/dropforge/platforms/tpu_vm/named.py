@@ -32,10 +32,11 @@ from dropforge.platforms.named import (
     revision_labels,
 )
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import Waits
+from dropforge.platforms.training import Phase, Waits
 
 from .serve import TpuVmServer, machine, url_of
 from .spec import TpuVmServe
+from .train import status_of_node
 
 DRAIN_SECONDS = 20  # for unfinished answers of a server that ends early, as on Spot capacity
 NEVER = 4102444800  # 2100-01-01: the record says when an endpoint ends, and its expiry moves
@@ -161,14 +162,15 @@ def _check_owner(cloud: Cloud, wanted: tpu.Machine, candidate: Candidate) -> Non
 
 
 def _node(cloud: Cloud, name: str) -> Any:
-    """A node that is not being deleted; None without one. Raises CloudError."""
-    from google.cloud.tpu_v2 import Node
+    """A node that runs or starts; None without one. Raises CloudError.
 
+    A preempted or stopped machine answers nothing, though its node still has an address.
+    """
     try:
         node = tpu.find_node(cloud, name)
     except client_errors() as error:
         raise classify(error) from error
-    return None if node is None or node.state == Node.State.DELETING else node
+    return node if status_of_node(node, name).phase in (Phase.PENDING, Phase.RUNNING) else None
 
 
 def _parts(cloud: Cloud, service: str) -> Iterator[Listed]:
