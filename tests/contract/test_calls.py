@@ -52,6 +52,7 @@ EXISTS_ALREADY = "needed when an earlier call has created the object and its ans
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
 STAYS = "needed when the object stays after its owner was deleted"
 OWNED = ("persistentvolumeclaims", "pods")
+LATE = "needed when a call makes a name that has ended, because the cloud executes it late"
 TWO_AT_ONCE = "needed when two deliveries of a spec write the key of its run at the same time"
 UNUSED = {
     **{Grant(account, "kubernetes", f"delete {plural}"): STAYS for account in ENDERS for plural in OWNED},
@@ -88,6 +89,10 @@ UNUSED = {
     Grant("sweep", "key_objects", "storage.objects.delete"): TWO_AT_ONCE,
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
+    **{
+        Grant("sweep", "dns_zone", permission): LATE
+        for permission in ("dns.changes.create", "dns.changes.get", "dns.resourceRecordSets.delete")
+    },
     Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
     Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",

@@ -72,6 +72,9 @@ class Platform:
     def resume(self, cloud: Any, service: str, candidates: list[Any], fence: Callable[[], None]) -> Any:
         return self._do("resume", [each.number for each in candidates], fence, True)
 
+    def is_lost(self, *_: Any) -> Any:
+        return self.answers.get("is_lost", False)
+
     def counted(self, *_: Any) -> Any:
         return self._do("counted", None, None, {})
 
@@ -299,6 +302,24 @@ def test_a_rollout_whose_endpoint_has_changed_since_its_request_begins_nothing(
     assert deployment.advance().status == "ROLLED_BACK"
     assert why in deployment.why
     assert deployment.platform.calls == []
+
+
+def test_an_endpoint_whose_machine_has_ended_is_resumed_though_it_was_not_suspended(deployment: Deployment) -> None:
+    deployment.endpoint(kind="resume")
+    deployment.platform.answers["is_lost"] = True
+    assert deployment.advance().status == "PROMOTED"
+    assert deployment.platform.of("resume") == [[1]]
+
+
+def test_no_requests_reach_a_machine_that_was_started_anew_and_never_answered(deployment: Deployment) -> None:
+    """Where the endpoint has no other machine: what was started ends, and costs nothing more."""
+    deployment.platform.keeps_revisions = False
+    deployment.endpoint("CHECKING", "resume", r_deadline=NOW)
+    deployment.context.endpoints.update("e", lambda latest: latest.with_revision(1, lambda each: each.paid(NOW)))
+    deployment.status = 503
+    assert deployment.advance().status == "ROLLED_BACK"
+    assert (deployment.platform.of("shift"), deployment.platform.of("suspend")) == ([], [[]])
+    assert (deployment.record.stable, deployment.record.revision(1).paid_since) == (1, None)
 
 
 def test_the_budget_of_a_spec_is_that_of_its_endpoint_and_needs_a_price(

@@ -104,6 +104,9 @@ class NamedCloud:
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         return self._reached(service, names.named_revision(_endpoint(service), number), is_ready=False)
 
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        return False
+
     def resources(self, service: str, revision: str) -> list[str]:
         return [service]
 

@@ -100,7 +100,7 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.RETIRING, now))
     elif mine.kind == "suspend":
         context.endpoints.update(record.name, lambda r: r.suspends(mine.id, now))
-    elif mine.kind == "resume" and not record.suspended:
+    elif mine.kind == "resume" and not record.suspended and not is_lost(context, record):
         _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} is not suspended")
     elif mine.kind != "resume" and (problem := money_problem(record, now)):
         _fail(context, record, mine, ErrorClass.BUDGET, problem, BUDGET_HINT)
@@ -113,6 +113,13 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         keeps = context.platforms.named(record.type).keeps_instances
         context.endpoints.update(record.name, lambda r: r.returns(mine.id, deadline, now, keeps))
     return None
+
+
+def is_lost(context: Context, record: EndpointRecord) -> bool:
+    """Whether the URL of an endpoint does not lead to the revision that serves: its machine has ended."""
+    serving = record.serving
+    server = context.platforms.named(record.type)
+    return serving is not None and server.is_lost(context.cloud, record.service, serving.revision)
 
 
 def _begin_revision(context: Context, record: EndpointRecord, mine: Rollout) -> None:
@@ -319,11 +326,30 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
 
 def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Give the revision before every request again. An endpoint that has none is deleted."""
+    if _is_alone(context, record, mine):
+        return _end_alone(context, record, mine)
     if not _serves_again(context, record, mine):
         return Pending(wait_seconds=LOOK_SECONDS)
     changed = _undone(context, record, mine)
     if record.stable:
         prune(context, changed)
+    return None
+
+
+def _is_alone(context: Context, record: EndpointRecord, mine: Rollout) -> bool:
+    """Whether a rollout was to start the revision that serves anew, which so has no machine that is known to answer."""
+    return record.stable == mine.revision != 0 and not context.platforms.named(record.type).keeps_revisions
+
+
+def _end_alone(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """End what was started: no requests reach a machine that has not answered. The sweep begins another rollout."""
+    server = context.platforms.named(record.type)
+    if not server.suspend(context.cloud, record.service, [], _fence(context, record, mine)):
+        return Pending(wait_seconds=LOOK_SECONDS)
+    now = context.now()
+    context.endpoints.update(
+        record.name, lambda r: r.paying(set(), now).entered(mine.id, RolloutState.ROLLED_BACK, now)
+    )
     return None
 
 
