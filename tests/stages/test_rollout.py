@@ -188,6 +188,12 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Deployment:
     return Deployment(monkeypatch)
 
 
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def test_a_rollout_deploys_compares_and_promotes(deployment: Deployment) -> None:
     deployment.endpoint(expires=NOW + HOUR / 2)
     assert deployment.advance().status == "PROMOTED"
@@ -302,6 +308,27 @@ def test_a_rollout_whose_endpoint_has_changed_since_its_request_begins_nothing(
     assert deployment.advance().status == "ROLLED_BACK"
     assert why in deployment.why
     assert deployment.platform.calls == []
+
+
+@pytest.mark.parametrize(("state", "waits"), [("SHIFTING", True), ("CHECKING", False)])
+def test_a_revision_that_fails_after_the_move_finishes_the_answers_to_requests_that_have_reached_it(
+    deployment: Deployment, state: str, waits: bool
+) -> None:
+    """Even if nobody has noted that the requests have moved: the reply about it may be lost."""
+    deployment.platform.drain = 305
+    deployment.endpoint(state, r_deadline=NOW)
+    moves = iter([TRANSIENT, True, True])
+    shift = deployment.platform.shift
+    deployment.status = 503
+    deployment.platform.shift = lambda *arguments: _raised(next(moves)) and shift(*arguments)  # type: ignore[method-assign]
+    if not waits:
+        next(moves)
+    answer = deployment.advance()
+    assert answer == Pending(wait_seconds=305) if waits else answer.status == "ROLLED_BACK"
+    assert bool(deployment.platform.of("prune")) is not waits
+    deployment.now += timedelta(seconds=306)
+    assert deployment.advance().status == "ROLLED_BACK"
+    assert deployment.platform.of("prune") == [{"df-1"}]
 
 
 def test_an_endpoint_whose_machine_has_ended_is_resumed_though_it_was_not_suspended(deployment: Deployment) -> None:

@@ -153,7 +153,8 @@ class Rollout(Stored):
 
     `model` is what it takes from a shared endpoint, by its name. `run` is the run whose model is put there, or taken.
 
-    `moved` is when every request went to the revision: where platforms need it, the one before then ends its answers.
+    `moved` is when every request went to the revision, at the latest, and `returned` when every request went back after
+    a failure: where platforms need it, the revision that lost the requests then ends its answers.
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
     """
@@ -176,6 +177,7 @@ class Rollout(Stored):
     canary: Canary | None = None
     watched: datetime | None = None
     moved: datetime | None = None
+    returned: datetime | None = None
     seen: Seen | None = None
     ends: str = ""
     model: str = ""
@@ -463,6 +465,11 @@ class EndpointRecord(Stored):
         found = self.rollout(rollout)
         return self.with_rollout(found.model_copy(update={"moved": found.moved or now}))
 
+    def has_returned(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record with the time at which every request went back after a failure; a noted time stays."""
+        found = self.rollout(rollout)
+        return self.with_rollout(found.model_copy(update={"returned": found.returned or now}))
+
     def shifts(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision gets every request."""
         found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
@@ -495,7 +502,9 @@ class EndpointRecord(Stored):
         if found.state.is_terminal or found.error is not None:
             return self
         state = RolloutState.ROLLED_BACK if found.state is RolloutState.QUEUED else RolloutState.UNDOING
-        return self.with_rollout(found.model_copy(update={"error": error}).entered(state, now))
+        # The requests may have gone to the revision, though nobody has noted that.
+        moved = found.moved or (now if found.state is RolloutState.SHIFTING else None)
+        return self.with_rollout(found.model_copy(update={"error": error, "moved": moved}).entered(state, now))
 
     def undone(self, rollout: str, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record after a failed rollout was undone: its revision gets no requests.

@@ -330,6 +330,8 @@ def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | N
         return _end_alone(context, record, mine)
     if not _serves_again(context, record, mine):
         return Pending(wait_seconds=LOOK_SECONDS)
+    if record.stable and (left := _answers_left(context, record, mine)) > 0:
+        return Pending(wait_seconds=left)
     changed = _undone(context, record, mine)
     if record.stable:
         prune(context, changed)
@@ -379,6 +381,18 @@ def _drain_left(context: Context, record: EndpointRecord, mine: Rollout) -> floa
     moved = context.endpoints.update(record.name, lambda r: r.has_moved(mine.id, context.now())).rollout(mine.id).moved
     assert moved is not None, "it was noted"
     return seconds_ - (context.now() - moved).total_seconds()
+
+
+def _answers_left(context: Context, record: EndpointRecord, mine: Rollout) -> float:
+    """How many seconds a revision that has failed must still answer the requests that have reached it."""
+    server = context.platforms.named(record.type)
+    seconds_ = server.drain_seconds(context.cloud)
+    if not seconds_ or mine.moved is None or server.find(context.cloud, record.service, mine.revision) is None:
+        return 0.0
+    changed = context.endpoints.update(record.name, lambda r: r.has_returned(mine.id, context.now()))
+    returned = changed.rollout(mine.id).returned
+    assert returned is not None, "it was noted"
+    return seconds_ - (context.now() - returned).total_seconds()
 
 
 def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
