@@ -1,0 +1,91 @@
+"""Lives of names on TPU VMs: rollouts, lost machines and changed records with random faults keep every promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dropforge.cloud import dns, tpu
+from dropforge.endpoints.record import Revision
+from dropforge.platforms.tpu_vm import named
+from dropforge.platforms.tpu_vm.named import NamedTpuVms
+from dropforge.stages.rollout import advance
+from dropforge.stages.sweep import named as swept
+from dropforge_local.chaos.endpoint_lives import VMS, run
+from dropforge_local.chaos.endpoint_rules import check
+
+# Seeds that revealed a defect; docs/measurements.md describes it.
+DEFECTS = {
+    36: "nobody replaced a machine that was preempted",
+    56: "nobody mended a record that somebody had deleted",
+    65: "a suspended endpoint whose machine could not be created again stayed without a machine for ever",
+    86: "the name got the address of a machine that had never answered",
+    562: "a machine that had failed after the move of its name was deleted at once",
+}
+
+
+@pytest.mark.parametrize("first", range(0, 16, 4))
+def test_lives_of_names_on_vms_keep_every_promise(first: int) -> None:
+    problems = [f"seed {seed}: {problem}" for seed in range(first, first + 4) for problem in check(run(seed, VMS))]
+    assert problems == []
+
+
+@pytest.mark.parametrize("seed", DEFECTS)
+def test_lives_that_revealed_a_defect_keep_every_promise(seed: int) -> None:
+    assert check(run(seed, VMS)) == []
+
+
+def test_a_life_repeats() -> None:
+    assert run(3, VMS).digest == run(3, VMS).digest
+
+
+def _keeps_names(change: Callable[..., bool]) -> Callable[..., bool]:
+    """A change of a record that deletes none."""
+
+    def changed(cloud: Any, record: str, read: Any, address: str) -> bool:
+        return change(cloud, record, read, address) if address else True
+
+    return changed
+
+
+RULES = (
+    "a_name_gets_the_address_of_a_checked_machine",
+    "no_machine_ends_before_its_name",
+    "the_machine_before_finishes_its_answers",
+    "a_name_always_answers",
+    "a_lost_name_comes_back",
+    "a_machine_that_nobody_needs_ends",
+    "nothing_is_left_of_a_name",
+    "the_record_has_the_most_that_its_machines_cost",
+)
+CHECKED, NAMED_FIRST, DRAINED, ANSWERS, BACK, ENDS, LEFT, COST = RULES
+# What is broken, and the seeds of which a rule must report at least one.
+BREAKAGES: list[tuple[str, Any, str, Any, str, tuple[int, ...]]] = [
+    ("no completion is wanted", advance, "completion_problem", lambda *_: "", CHECKED, (2, 5, 8)),
+    ("what never answered is undone as usual", advance, "_is_alone", lambda *_: False, CHECKED, (65,)),
+    ("names of the ended stay", dns, "change_record", _keeps_names(dns.change_record), NAMED_FIRST, (2, 5, 8)),
+    ("the machine before ends at once", NamedTpuVms, "drain_seconds", lambda *_: 0, DRAINED, (2, 5, 8)),
+    ("what failed after the move ends at once", advance, "_answers_left", lambda *_: 0.0, DRAINED, (562,)),
+    ("a promotion moves nothing", NamedTpuVms, "shift", lambda *_: True, ANSWERS, (2, 5, 8)),
+    ("no machine is replaced", swept, "_restore", lambda *_: "", BACK, (36, 56)),
+    ("a lost machine is not seen", named, "_node", tpu.find_node, BACK, (8,)),
+    ("nothing is pruned", NamedTpuVms, "prune", lambda *_: None, ENDS, (2, 5, 8)),
+    ("a promotion moves nothing in the end", NamedTpuVms, "shift", lambda *_: True, LEFT, (2, 5, 8)),
+    ("no machine costs money", Revision, "paid", lambda self, _: self, COST, (2, 5, 8)),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "rule", "seeds"), [each[1:] for each in BREAKAGES], ids=[each[0] for each in BREAKAGES]
+)
+def test_the_rules_notice_a_broken_promise(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, rule: str, seeds: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    assert any(problem.startswith(rule) for seed in seeds for problem in check(run(seed, VMS)))
+
+
+def test_every_rule_notices_something() -> None:
+    assert {rule for *_, rule, _ in BREAKAGES} == set(RULES)
