@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from dropforge.base import names
@@ -19,6 +20,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import Attempt, Record, RunState, Transition
 
 from .cloud import OPERATIONS, RUNS, Cloud, deployment
+from .faults import Strike
 from .history import History
 from .manifests import manifest
 from .named import NamedCloud
@@ -36,6 +38,17 @@ DAY = 86400.0
 CALM_SECONDS, LIFE_SECONDS = DAY, 2.5 * DAY
 RUNS_OF_A_LIFE = tuple(f"model-{number:012x}" for number in range(4))
 BAD_RUN = RUNS_OF_A_LIFE[3]  # its model fails half of its requests
+Script = tuple[
+    tuple[float, dict[str, Any]], ...
+]  # what users want: hours after the beginning of a life, and the change
+SCRIPT: Script = (
+    (0.01, {"serve": {"run": RUNS_OF_A_LIFE[0], "endpoint": BUDGETED, "canary": None}}),
+    (0.5, {"serve": {"run": RUNS_OF_A_LIFE[1], "endpoint": BUDGETED, "canary": None}}),
+    (2.6, {"budget": {"endpoint": BUDGETED, "usd": 0.5, "per": "month"}}),
+    (3.6, {"budget": {"endpoint": BUDGETED, "usd": 50.0, "per": "month"}}),
+    (5.0, {"retire": BUDGETED}),
+)
+STRUCK_SECONDS = 10 * 3600.0
 ROLLOUT = SOURCE.with_name("rollout.workflows.yaml")
 
 
@@ -80,8 +93,31 @@ def run(seed: int, kind: str = "") -> History:
     world.calm = START + CALM_SECONDS
     _plan_users(world, cloud)
     _plan_operators(world, cloud)
+    return _live(world, cloud, START + LIFE_SECONDS)
+
+
+def run_struck(strike: Strike, script: Script = SCRIPT, preempted: float = 1.4 * 3600) -> History:
+    """The history of a name on TPU VMs that one fault strikes: two models, a lost machine, a budget, and its end.
+
+    `preempted` is when its machine is lost, in seconds; infinite: never.
+    """
+    world = World(0, strike)
+    cloud = EndpointCloud(world, VMS)
+    place = cloud.place
+    assert isinstance(place, NamedVms), "that is the place of this kind"
+    for number, name in enumerate(RUNS_OF_A_LIFE[:2]):
+        _train(world, cloud, name, number, ttl="7d")
+    world.actions = {"restart": cloud.rollouts.restart, "sweep": cloud.sweep}
+    for hours, change in script:
+        _publish(world, cloud, hours * 3600.0, change)
+    world.after(preempted, partial(place.harm, BUDGETED, "preempted"))
+    world.calm = START + STRUCK_SECONDS - 4 * 3600.0
+    return _live(world, cloud, START + STRUCK_SECONDS)
+
+
+def _live(world: World, cloud: EndpointCloud, end: float) -> History:
     when = START + 60
-    while when < START + LIFE_SECONDS:
+    while when < end:
         world.scheduler.at(when, cloud.sweep)
         if world.random.random() < world.faults.doubled_sweep:
             world.fact("fault", what="doubled_sweep")
@@ -90,7 +126,7 @@ def run(seed: int, kind: str = "") -> History:
     try:
         world.scheduler.run(world.calm)
         world.fact("calm", effects=world.effects)
-        world.scheduler.run(START + LIFE_SECONDS)
+        world.scheduler.run(end)
         shown = {name: found for name in (BUDGETED, FREE) if (found := cloud.place.shown(name))}
         active = [each.id for each in cloud.rollouts.executions.values() if each.state == "ACTIVE"]
         world.fact("end", services=shown, active=active)
@@ -99,7 +135,7 @@ def run(seed: int, kind: str = "") -> History:
     return world.history
 
 
-def _train(world: World, cloud: EndpointCloud, run: str, number: int) -> None:
+def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str = "") -> None:
     """A run that has ended well before."""
     began = datetime.fromtimestamp(START, UTC) - timedelta(hours=2)
     ended = began + timedelta(hours=1)
@@ -108,9 +144,9 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int) -> None:
     about: dict[str, Any] = {"name": "model", "source": "chaos", "created": began, "attempts": [attempt]}
     record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
     cloud.context.store.create(record)
-    has_canary = number % 2 and cloud.place.serve["type"] != VMS
+    has_canary = number % 2 and not isinstance(cloud.place, NamedVms)
     canary = {"canary": {"percent": 20, "for": "30m"}} if has_canary else {}
-    times = {"startup_timeout": "20m", "ttl": world.random.choice(("7d", "7d", "7d", "4h"))}
+    times = {"startup_timeout": "20m", "ttl": ttl or world.random.choice(("7d", "7d", "7d", "4h"))}
     serve = {**cloud.place.serve, "endpoint": "x", "price_usd_per_hour": USD_PER_HOUR, **times, **canary}
     spec = {
         "api_version": "dropforge/v1",

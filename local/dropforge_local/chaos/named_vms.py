@@ -64,12 +64,13 @@ class NamedVms:
         rate = faults.preempted + faults.lost_machine + faults.deleted
         for _ in range(int(rate * 4 * draw.random())):
             how = draw.choice(HARM)
-            self.world.after(draw.random() * seconds, partial(self._harm, endpoint, how))
+            self.world.after(draw.random() * seconds, partial(self.harm, endpoint, how))
         if draw.random() < faults.deleted * 2:
             address = draw.choice(("", STRANGE))
             self.world.after(draw.random() * seconds, partial(self._stray, endpoint, address))
 
-    def _harm(self, endpoint: str, how: str) -> None:
+    def harm(self, endpoint: str, how: str) -> None:
+        """End one of the machines of an endpoint from outside: `how` is one of HARM."""
         ready = [node for node in self._nodes(endpoint) if node.state == "READY"]
         if not ready:
             return
