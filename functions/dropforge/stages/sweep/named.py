@@ -115,7 +115,8 @@ def _expire_model(context: Context, record: EndpointRecord, now: datetime) -> st
 
 def _end_left(context: Context, record: EndpointRecord, listed: Iterable[Listed]) -> None:
     """Delete what a late call has made of a suspended endpoint, where nothing of it may remain."""
-    for resource in listed:
+    own = (each for each in listed if each.name == record.service or names.is_of_endpoint(each.name, record.name))
+    for resource in own:
         if context.endpoints.record(record.name) != record:
             return  # it is being resumed
         message = "of an endpoint that is suspended"
