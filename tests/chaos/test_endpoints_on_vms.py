@@ -14,9 +14,11 @@ from dropforge.platforms.tpu_vm import named
 from dropforge.platforms.tpu_vm.named import NamedTpuVms
 from dropforge.stages.rollout import advance
 from dropforge.stages.sweep import named as swept
+from dropforge_local.chaos.dns import Dns
 from dropforge_local.chaos.endpoint_lives import VMS, run, run_struck
 from dropforge_local.chaos.endpoint_rules import check
 from dropforge_local.chaos.faults import STRIKES, Strike
+from dropforge_local.chaos.history import History
 
 FAULTS = [fault for fault in STRIKES if fault != "cancel"]
 # Seeds that revealed a defect; docs/measurements.md describes it.
@@ -47,6 +49,35 @@ def test_one_fault_at_any_moment_breaks_no_promise() -> None:
     strikes = [Strike(effect, fault) for effect, fault in zip(range(1, effects, 47), cycle(FAULTS), strict=False)]
     problems = [f"{strike}: {problem}" for strike in strikes for problem in check(run_struck(strike))]
     assert problems == []
+
+
+@pytest.mark.parametrize("harm", ["stray", "unname"])
+def test_a_rollout_survives_that_a_user_changes_or_deletes_the_record_at_the_same_moment(
+    monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """Cloud DNS refuses the change of dropforge, which reads the record again."""
+    changes: list[int] = []
+    request = Dns.request
+
+    def seen(zone: Dns, verb: str, *arguments: Any, **about: Any) -> Any:
+        changes.extend([zone.world.effects + 1] if verb == "POST" else [])
+        return request(zone, verb, *arguments, **about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Dns, "request", seen)
+        run_struck(Strike(0, ""))
+    assert len(changes) == 6, "two models, a replaced machine, a suspension, a new start, the end"
+    _, second, replaced, suspended, _, retired = changes  # where there is a record that a user can change
+    for effect in (second, replaced, suspended, retired):
+        life = run_struck(Strike(effect, harm))
+        assert list(life.of("strayed"))
+        assert check(life) == []
+        ends = [each["state"] for each in records(life)[-1]["rollouts"]]
+        assert "ROLLED_BACK" not in ends
+
+
+def records(life: History) -> list[dict[str, Any]]:
+    return [fact.data["content"] for fact in life.of("write") if fact.data["name"] == "endpoints/budgeted/record.json"]
 
 
 def test_a_life_repeats() -> None:

@@ -24,7 +24,7 @@ from .faults import Strike
 from .history import History
 from .manifests import manifest
 from .named import NamedCloud
-from .named_vms import NamedVms
+from .named_vms import STRANGE, NamedVms
 from .scheduler import START
 from .seam import context_of
 from .workflows import SOURCE, Workflows
@@ -107,7 +107,12 @@ def run_struck(strike: Strike, script: Script = SCRIPT, preempted: float = 1.4 *
     assert isinstance(place, NamedVms), "that is the place of this kind"
     for number, name in enumerate(RUNS_OF_A_LIFE[:2]):
         _train(world, cloud, name, number, ttl="7d")
-    world.actions = {"restart": cloud.rollouts.restart, "sweep": cloud.sweep}
+    world.actions = {
+        "restart": cloud.rollouts.restart,
+        "sweep": cloud.sweep,
+        "stray": partial(place.stray, BUDGETED, STRANGE),
+        "unname": partial(place.stray, BUDGETED, ""),
+    }
     for hours, change in script:
         _publish(world, cloud, hours * 3600.0, change)
     world.after(preempted, partial(place.harm, BUDGETED, "preempted"))

@@ -67,7 +67,7 @@ class NamedVms:
             self.world.after(draw.random() * seconds, partial(self.harm, endpoint, how))
         if draw.random() < faults.deleted * 2:
             address = draw.choice(("", STRANGE))
-            self.world.after(draw.random() * seconds, partial(self._stray, endpoint, address))
+            self.world.after(draw.random() * seconds, partial(self.stray, endpoint, address))
 
     def harm(self, endpoint: str, how: str) -> None:
         """End one of the machines of an endpoint from outside: `how` is one of HARM."""
@@ -81,7 +81,8 @@ class NamedVms:
         else:
             self.tpu.lose(node.name, "PREEMPTED" if how == "preempted" else "")
 
-    def _stray(self, endpoint: str, address: str) -> None:
+    def stray(self, endpoint: str, address: str) -> None:
+        """A user changes the record of an endpoint that has one, or deletes it ("")."""
         if self.dns.address(_name(endpoint)):
             self.world.fact("strayed", endpoint=endpoint)
             self.dns.by_hand(_name(endpoint), address)
