@@ -26,6 +26,8 @@ DEFECTS = {
     5: "nobody replaced a machine that a user had deleted",
     29: "nobody replaced a machine that was preempted",
     56: "nobody mended a record that a user had deleted",
+    1233: "a call that was overtaken deleted the machine of the next rollout",
+    1264: "a call that was overtaken ended the costs of a machine that served",
     92: "the name got the address of a machine that had never answered",
 }
 
@@ -107,7 +109,7 @@ CHECKED, NAMED_FIRST, DRAINED, ANSWERS, BACK, ENDS, LEFT, COST = RULES
 # What is broken, and the seeds of which a rule must report at least one.
 BREAKAGES: list[tuple[str, Any, str, Any, str, tuple[int, ...]]] = [
     ("no completion is wanted", advance, "completion_problem", lambda *_: "", CHECKED, (2, 5, 8)),
-    ("what never answered is undone as usual", advance, "_is_alone", lambda *_: False, CHECKED, (65,)),
+    ("what never answered is undone as usual", advance, "_is_alone", lambda *_: False, CHECKED, (92, 120)),
     ("names of the ended stay", dns, "change_record", _keeps_names(dns.change_record), NAMED_FIRST, (2, 5, 8)),
     ("the machine before ends at once", NamedTpuVms, "drain_seconds", lambda *_: 0, DRAINED, (2, 5, 8)),
     ("a promotion moves nothing", NamedTpuVms, "shift", lambda *_: True, ANSWERS, (2, 5, 8)),

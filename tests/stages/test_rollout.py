@@ -331,6 +331,30 @@ def test_a_revision_that_fails_after_the_move_finishes_the_answers_to_requests_t
     assert deployment.platform.of("prune") == [{"df-1"}]
 
 
+def test_a_call_that_is_overtaken_while_it_moves_the_requests_changes_nothing_more(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call has promoted the revision meanwhile, and the next rollout has begun a third one."""
+    deployment.endpoint("SHIFTING")
+    shift = deployment.platform.shift
+
+    def slow(*arguments: Any) -> Any:
+        moved = shift(*arguments)
+        promoted = deployment.record.promoted("r", URL, None, NOW)
+        third = deployment.record.revision(2).model_copy(update={"number": 3, "revision": "df-3"})
+        begun = Rollout(id="next", kind="deploy", who="me", requested=NOW, state=RolloutState.SHIFTING, revision=3)
+        later = promoted.model_copy(update={"revisions": [*promoted.revisions, third], "stable": 3}).with_rollout(begun)
+        deployment.context.endpoints.update("e", lambda latest: later)
+        return moved
+
+    monkeypatch.setattr(deployment.platform, "shift", slow)
+    lasts: list[int] = []
+    monkeypatch.setattr(deployment.platform, "prune", lambda cloud, service, kept, last: lasts.append(last))
+    deployment.advance()
+    assert deployment.record.stable == 3
+    assert lasts == [2]
+
+
 def test_an_endpoint_whose_machine_has_ended_is_resumed_though_it_was_not_suspended(deployment: Deployment) -> None:
     deployment.endpoint(kind="resume")
     deployment.platform.answers["is_lost"] = True

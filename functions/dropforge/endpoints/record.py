@@ -487,8 +487,11 @@ class EndpointRecord(Stored):
         """This record after the revision of a rollout got every request.
 
         `keeps_instances`: the revision before keeps its instances, which cost money until it is deleted.
-        `keeps_revisions`: a rollback can promote the revision before.
+        `keeps_revisions`: a rollback can promote the revision before. A rollout that has ended changes nothing: this
+        call was overtaken.
         """
+        if self.rollout(rollout).state.is_terminal:
+            return self
         new, old = self.rollout(rollout).revision, self.stable
         previous = (old if old != new else self.previous) if keeps_revisions else 0
         paid = {new, previous} if keeps_instances else {new}
@@ -532,7 +535,9 @@ class EndpointRecord(Stored):
         return self.with_rollout(begun.model_copy(update={"revision": self.stable, "before": self.stable}))
 
     def stopped(self, rollout: str, now: datetime) -> EndpointRecord:
-        """This record after the instances of the endpoint have ended."""
+        """This record after the instances of the endpoint have ended; an ended rollout changes nothing."""
+        if self.rollout(rollout).state.is_terminal:
+            return self
         ended = self.paying(set(), now).entered(rollout, RolloutState.SUSPENDED, now)
         return ended.model_copy(update={"suspended": now})
 

@@ -349,9 +349,13 @@ def _end_alone(context: Context, record: EndpointRecord, mine: Rollout) -> Answe
     if not server.suspend(context.cloud, record.service, [], _fence(context, record, mine)):
         return Pending(wait_seconds=LOOK_SECONDS)
     now = context.now()
-    context.endpoints.update(
-        record.name, lambda r: r.paying(set(), now).entered(mine.id, RolloutState.ROLLED_BACK, now)
-    )
+
+    def ended(latest: EndpointRecord) -> EndpointRecord:
+        if latest.rollout(mine.id).state.is_terminal:
+            return latest  # this call was overtaken
+        return latest.paying(set(), now).entered(mine.id, RolloutState.ROLLED_BACK, now)
+
+    context.endpoints.update(record.name, ended)
     return None
 
 
@@ -508,8 +512,10 @@ def _split(record: EndpointRecord, canary: int, percent: int) -> list[Share]:
 
 
 def prune(context: Context, record: EndpointRecord) -> None:
-    """Delete the revisions that no rollback can promote."""
-    context.platforms.named(record.type).prune(context.cloud, record.service, record.kept, record.last)
+    """Delete the revisions that no rollback can promote, but not that of a rollout that has begun meanwhile."""
+    begun = record.current.revision if record.current is not None else 0
+    last = begun - 1 if begun == record.last else record.last
+    context.platforms.named(record.type).prune(context.cloud, record.service, record.kept, last)
 
 
 def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable[[EndpointRecord], datetime | None]:
