@@ -52,6 +52,7 @@ EXISTS_ALREADY = "needed when an earlier call has created the object and its ans
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
 STAYS = "needed when the object stays after its owner was deleted"
 OWNED = ("persistentvolumeclaims", "pods")
+LATE = "needed when a call makes a name that has ended, because the cloud executes it late"
 FIRST = "needed by the first process of a day that accepts a run: it writes the key of the day"
 LATER = "needed by every other process: it finds the key of the day when it would write the key"
 SUBMITTERS = ("on_spec_message", "on_spec_uploaded", "sweep")
@@ -116,6 +117,10 @@ UNUSED = {
             ("rollout", "copied_objects", "storage.objects.create"),
             ("rollout", "copied_objects", "storage.objects.delete"),
         )
+    },
+    **{
+        Grant("sweep", "dns_zone", permission): LATE
+        for permission in ("dns.changes.create", "dns.changes.get", "dns.resourceRecordSets.delete")
     },
     Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",

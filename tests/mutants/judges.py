@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Folders whose tests take seconds: no stack, no training.
 UNIT = ("stages", "endpoints", "run", "money", "spec", "tell", "platforms", "cloud", "base")
 # Without a choice of simulations: so many of each kind. The focused ones try each aim of all targets once.
-WILD, STRUCK, ENDPOINTS = 48, 48, 12
+WILD, STRUCK, ENDPOINTS, VMS = 48, 48, 12, 24
 EFFECTS = 600  # of a single run, at least
 
 
@@ -86,7 +86,7 @@ def chaos(scope: Scope) -> str:
 
 def simulations() -> tuple[str, ...]:
     """The names of all simulations, the kinds in turn: wild seeds, focused seeds, strikes of a single run, and lives of
-    named endpoints."""
+    named endpoints, also on TPU VMs."""
     from dropforge_local.chaos.faults import STRIKES
     from dropforge_local.chaos.focus import aims
     from dropforge_local.chaos.specs import TARGETS
@@ -96,12 +96,14 @@ def simulations() -> tuple[str, ...]:
     focused = [f"focused {number}" for number in range(len(aims(targets)))]
     struck = [f"struck {target} {draw.randint(1, EFFECTS)} {draw.choice(STRIKES)}" for target in targets * STRUCK]
     endpoints = [f"endpoints {number}" for number in range(ENDPOINTS)]
-    kinds = (wild, focused, struck[:STRUCK], endpoints)
+    vms = [f"vms {number}" for number in range(VMS)]
+    kinds = (wild, focused, struck[:STRUCK], endpoints, vms)
     return tuple(name for names in zip_longest(*kinds) for name in names if name)
 
 
 def simulation(name: str) -> Callable[[], History]:
-    """The simulation of a name: "wild SEED", "focused SEED", "endpoints SEED", or "struck TARGET EFFECT FAULT"."""
+    """The simulation of a name: "wild SEED", "focused SEED", "endpoints SEED", "vms SEED", or "struck TARGET EFFECT
+    FAULT"."""
     from dropforge_local.chaos import endpoint_lives
     from dropforge_local.chaos.faults import Strike
     from dropforge_local.chaos.simulation import run, run_focused, run_struck
@@ -110,6 +112,8 @@ def simulation(name: str) -> Callable[[], History]:
     if kind == "struck":
         target, effect, fault = rest
         return partial(run_struck, Strike(int(effect), fault), target)
+    if kind == "vms":
+        return partial(endpoint_lives.run, int(rest[0]), endpoint_lives.VMS)
     return partial({"wild": run, "focused": run_focused, "endpoints": endpoint_lives.run}[kind], int(rest[0]))
 
 
@@ -117,7 +121,7 @@ def _checker(name: str) -> Callable[[History], Sequence[object]]:
     """The rules that the history of a simulation must keep."""
     from dropforge_local.chaos import checker, endpoint_rules
 
-    return endpoint_rules.check if name.startswith("endpoints ") else checker.check
+    return endpoint_rules.check if name.startswith(("endpoints ", "vms ")) else checker.check
 
 
 JUDGES: dict[str, Judge] = {"unit": unit, "chaos": chaos, "model": model}

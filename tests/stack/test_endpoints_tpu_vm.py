@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAIError
 
-from dropforge.cloud.dns import TTL_SECONDS, find_record
+from dropforge.cloud.dns import TTL_SECONDS, change_record, find_record
 from dropforge.endpoints.record import RolloutState
 from dropforge.run.record import RunState
 
@@ -97,13 +97,28 @@ def test_a_suspended_endpoint_has_no_machine_and_gets_another_behind_its_name(na
     assert named.answer() == before.revision(1).revision
 
 
-def test_a_machine_that_somebody_deleted_is_missing_and_the_next_model_serves(named: Named) -> None:
-    named.serves()
+def test_a_machine_that_somebody_deleted_is_missing_and_the_sweep_replaces_it(named: Named) -> None:
+    """The name and the model stay, and what is there afterwards is as the record says."""
+    before, address = named.serves(), address_of(named)
     named.destroy()
     named.user.until(lambda: {"missing"} <= {line["difference"] for line in audited() if line["run"] == named.name})
-    again = named.serves()
-    assert (again.stable, again.previous) == (2, 0)
-    assert named.answer() == again.revision(2).revision
+    assert call(named.user, "sweep", {}).ok
+    named.user.until(lambda: named.record.rollouts[-1].state is RolloutState.PROMOTED and not named.record.current)
+    record = named.record
+    assert (record.rollouts[-1].kind, record.stable, record.url) == ("resume", 1, before.url)
+    assert address_of(named) != address
+    assert named.answer() == before.revision(1).revision
+    assert named.name not in {line["run"] for line in audited()}
+
+
+def test_a_name_that_somebody_changed_points_to_its_machine_again(named: Named) -> None:
+    """The machine stays as it is."""
+    before, address, cloud = named.serves(), address_of(named), here().cloud
+    assert change_record(cloud, named.record.service, find_record(cloud, named.record.service), "10.99.0.1")
+    assert call(named.user, "sweep", {}).ok
+    named.user.until(lambda: named.record.rollouts[-1].state is RolloutState.PROMOTED and not named.record.current)
+    assert address_of(named) == address
+    assert named.answer() == before.revision(1).revision
 
 
 def address_of(named: Named) -> str:

@@ -280,6 +280,61 @@ def test_the_sweep_gives_a_rollout_another_execution_only_if_its_own_has_ended(
     assert deployment.begun == ["r"]
 
 
+def test_the_sweep_replaces_a_machine_that_has_ended_and_tries_again_an_hour_after_a_failure(
+    deployment: Changes,
+) -> None:
+    deployment.at_rest()
+    assert deployment.tend() == ""
+    deployment.platform.answers["is_lost"] = True
+    begun = deployment.tend()
+    (asked,) = deployment.record.rollouts
+    assert (asked.id, asked.kind) == (begun, "resume")
+    assert deployment.tend() == "", "it has begun"
+    failed = asked.entered(RolloutState.ROLLED_BACK, NOW)
+    deployment.context.endpoints.update("e", lambda latest: latest.with_rollout(failed))
+    deployment.now += named.RESTORES_AFTER - timedelta(seconds=1)
+    assert deployment.tend() == ""
+    deployment.now += timedelta(seconds=2)
+    assert deployment.tend() not in ("", begun)
+    deployment.at_rest(suspended=NOW, budget=SPENT)
+    assert deployment.tend() == ""
+    assert deployment.record.rollouts == []
+
+
+def test_the_sweep_replaces_no_machine_of_an_endpoint_that_has_changed_meanwhile(deployment: Changes) -> None:
+    deployment.at_rest()
+    before = deployment.record
+    for changed in ({"suspended": NOW}, {"stable": 0}):
+        deployment.at_rest(**changed)
+        requests.restore(deployment.context, before, "s-1", "the sweep")
+        assert deployment.record.rollouts == []
+    deployment.endpoint()
+    requests.restore(deployment.context, before, "s-1", "the sweep")
+    assert [each.id for each in deployment.record.rollouts] == ["r"]
+
+
+def test_the_sweep_deletes_what_is_left_of_a_suspended_endpoint_that_keeps_nothing(deployment: Changes) -> None:
+    left = Listed("tpu.googleapis.com/Node", "nodes/df-r1-e", {}, NOW)
+    deployment.at_rest(suspended=NOW, budget=SPENT)
+    deployment.tend(left)
+    assert deployment.deleted == []
+    deployment.platform.keeps_revisions = False
+    deployment.tend(left, left._replace(name="rrsets/e.other.zone./A"), left._replace(name="s"))
+    assert deployment.deleted == [left.name, "s"], "people may have records of their own in the zone"
+
+
+def test_the_sweep_deletes_the_name_of_an_endpoint_that_serves_nothing_and_no_other_name(deployment: Changes) -> None:
+    """A record of Cloud DNS tells no time, and people may have records of their own in the zone."""
+    name = Listed("dns.googleapis.com/ResourceRecordSet", "s", {})
+    deployment.tend(name)
+    assert deployment.deleted == [], "no endpoint has ever had this name"
+    deployment.at_rest(stable=0)
+    deployment.tend(name._replace(name="other"))
+    assert deployment.deleted == []
+    deployment.tend(name)
+    assert deployment.deleted == ["s"]
+
+
 def test_a_suspended_endpoint_loses_no_model(deployment: Changes) -> None:
     """Its other models would need a new revision with instances: the removal would be refused, and the sweep fail."""
     deployment.at_rest(suspended=NOW, budget=SPENT, base=BASE)

@@ -72,6 +72,9 @@ class Platform:
     def resume(self, cloud: Any, service: str, candidates: list[Any], fence: Callable[[], None]) -> Any:
         return self._do("resume", [each.number for each in candidates], fence, True)
 
+    def is_lost(self, *_: Any) -> Any:
+        return self.answers.get("is_lost", False)
+
     def counted(self, *_: Any) -> Any:
         return self._do("counted", None, None, {})
 
@@ -183,6 +186,12 @@ class Deployment:
 @pytest.fixture
 def deployment(monkeypatch: pytest.MonkeyPatch) -> Deployment:
     return Deployment(monkeypatch)
+
+
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def test_a_rollout_deploys_compares_and_promotes(deployment: Deployment) -> None:
@@ -299,6 +308,69 @@ def test_a_rollout_whose_endpoint_has_changed_since_its_request_begins_nothing(
     assert deployment.advance().status == "ROLLED_BACK"
     assert why in deployment.why
     assert deployment.platform.calls == []
+
+
+@pytest.mark.parametrize(("state", "waits"), [("SHIFTING", True), ("CHECKING", False)])
+def test_a_revision_that_fails_after_the_move_finishes_the_answers_to_requests_that_have_reached_it(
+    deployment: Deployment, state: str, waits: bool
+) -> None:
+    """Even if nobody has noted that the requests have moved: the reply about it may be lost."""
+    deployment.platform.drain = 305
+    deployment.endpoint(state, r_deadline=NOW)
+    moves = iter([TRANSIENT, True, True])
+    shift = deployment.platform.shift
+    deployment.status = 503
+    deployment.platform.shift = lambda *arguments: _raised(next(moves)) and shift(*arguments)  # type: ignore[method-assign]
+    if not waits:
+        next(moves)
+    answer = deployment.advance()
+    assert answer == Pending(wait_seconds=305) if waits else answer.status == "ROLLED_BACK"
+    assert bool(deployment.platform.of("prune")) is not waits
+    deployment.now += timedelta(seconds=306)
+    assert deployment.advance().status == "ROLLED_BACK"
+    assert deployment.platform.of("prune") == [{"df-1"}]
+
+
+def test_a_call_that_is_overtaken_while_it_moves_the_requests_changes_nothing_more(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call has promoted the revision meanwhile, and the next rollout has begun a third one."""
+    deployment.endpoint("SHIFTING")
+    shift = deployment.platform.shift
+
+    def slow(*arguments: Any) -> Any:
+        moved = shift(*arguments)
+        promoted = deployment.record.promoted("r", URL, None, NOW)
+        third = deployment.record.revision(2).model_copy(update={"number": 3, "revision": "df-3"})
+        begun = Rollout(id="next", kind="deploy", who="me", requested=NOW, state=RolloutState.SHIFTING, revision=3)
+        later = promoted.model_copy(update={"revisions": [*promoted.revisions, third], "stable": 3}).with_rollout(begun)
+        deployment.context.endpoints.update("e", lambda latest: later)
+        return moved
+
+    monkeypatch.setattr(deployment.platform, "shift", slow)
+    lasts: list[int] = []
+    monkeypatch.setattr(deployment.platform, "prune", lambda cloud, service, kept, last: lasts.append(last))
+    deployment.advance()
+    assert deployment.record.stable == 3
+    assert lasts == [2]
+
+
+def test_an_endpoint_whose_machine_has_ended_is_resumed_though_it_was_not_suspended(deployment: Deployment) -> None:
+    deployment.endpoint(kind="resume")
+    deployment.platform.answers["is_lost"] = True
+    assert deployment.advance().status == "PROMOTED"
+    assert deployment.platform.of("resume") == [[1]]
+
+
+def test_no_requests_reach_a_machine_that_was_started_anew_and_never_answered(deployment: Deployment) -> None:
+    """Where the endpoint has no other machine: what was started ends, and costs nothing more."""
+    deployment.platform.keeps_revisions = False
+    deployment.endpoint("CHECKING", "resume", r_deadline=NOW)
+    deployment.context.endpoints.update("e", lambda latest: latest.with_revision(1, lambda each: each.paid(NOW)))
+    deployment.status = 503
+    assert deployment.advance().status == "ROLLED_BACK"
+    assert (deployment.platform.of("shift"), deployment.platform.of("suspend")) == ([], [[]])
+    assert (deployment.record.stable, deployment.record.revision(1).paid_since) == (1, None)
 
 
 def test_the_budget_of_a_spec_is_that_of_its_endpoint_and_needs_a_price(

@@ -96,4 +96,5 @@ def _parts(record: str) -> tuple[str, str, str]:
 
 
 def _data(read: dict[str, Any]) -> dict[str, Any]:
-    return {key: read[key] for key in ("name", "type", "ttl", "rrdatas")}
+    """What a change must name of a record. Somebody may have given it a routing policy in the place of addresses."""
+    return {key: read[key] for key in ("name", "type", "ttl", "rrdatas", "routingPolicy") if key in read}

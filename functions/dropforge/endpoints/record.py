@@ -163,7 +163,8 @@ class Rollout(Stored):
 
     `copied` is how far the copy of its model is (run/origin.py).
 
-    `moved` is when every request went to the revision: where platforms need it, the one before then ends its answers.
+    `moved` is when every request went to the revision, at the latest, and `returned` when every request went back after
+    a failure: where platforms need it, the revision that lost the requests then ends its answers.
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
     """
@@ -186,6 +187,7 @@ class Rollout(Stored):
     canary: Canary | None = None
     watched: datetime | None = None
     moved: datetime | None = None
+    returned: datetime | None = None
     seen: Seen | None = None
     ends: str = ""
     model: str = ""
@@ -500,6 +502,11 @@ class EndpointRecord(Stored):
         found = self.rollout(rollout)
         return self.with_rollout(found.model_copy(update={"moved": found.moved or now}))
 
+    def has_returned(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record with the time at which every request went back after a failure; a noted time stays."""
+        found = self.rollout(rollout)
+        return self.with_rollout(found.model_copy(update={"returned": found.returned or now}))
+
     def shifts(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision gets every request."""
         found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
@@ -517,8 +524,11 @@ class EndpointRecord(Stored):
         """This record after the revision of a rollout got every request.
 
         `keeps_instances`: the revision before keeps its instances, which cost money until it is deleted.
-        `keeps_revisions`: a rollback can promote the revision before.
+        `keeps_revisions`: a rollback can promote the revision before. A rollout that has ended changes nothing: this
+        call was overtaken.
         """
+        if self.rollout(rollout).state.is_terminal:
+            return self
         new, old = self.rollout(rollout).revision, self.stable
         previous = (old if old != new else self.previous) if keeps_revisions else 0
         paid = {new, previous} if keeps_instances else {new}
@@ -532,7 +542,9 @@ class EndpointRecord(Stored):
         if found.state.is_terminal or found.error is not None:
             return self
         state = RolloutState.ROLLED_BACK if found.state is RolloutState.QUEUED else RolloutState.UNDOING
-        return self.with_rollout(found.model_copy(update={"error": error}).entered(state, now))
+        # The requests may have gone to the revision, though nobody has noted that.
+        moved = found.moved or (now if found.state is RolloutState.SHIFTING else None)
+        return self.with_rollout(found.model_copy(update={"error": error, "moved": moved}).entered(state, now))
 
     def undone(self, rollout: str, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record after a failed rollout was undone: its revision gets no requests.
@@ -560,7 +572,9 @@ class EndpointRecord(Stored):
         return self.with_rollout(begun.model_copy(update={"revision": self.stable, "before": self.stable}))
 
     def stopped(self, rollout: str, now: datetime) -> EndpointRecord:
-        """This record after the instances of the endpoint have ended."""
+        """This record after the instances of the endpoint have ended; an ended rollout changes nothing."""
+        if self.rollout(rollout).state.is_terminal:
+            return self
         ended = self.paying(set(), now).entered(rollout, RolloutState.SUSPENDED, now)
         return ended.model_copy(update={"suspended": now})
 

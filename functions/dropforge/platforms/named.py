@@ -124,6 +124,12 @@ class NamedServer(Protocol):
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         """A revision that `deploy` has made; None if the cloud does not have it any more."""
 
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        """Whether the URL does not lead to the revision that serves, and only a rollout that resumes can mend that.
+
+        False where the platform itself starts instances again.
+        """
+
     def resources(self, service: str, revision: str) -> list[str]:
         """The full names of the resources without which the revision does not serve, as `Server.listed` lists them."""
 
@@ -151,6 +157,8 @@ class NamedServer(Protocol):
 
     def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
         """Let the endpoint have instances again; True once the platform reports that. A repeat changes nothing.
+
+        An endpoint that `is_lost` gets another instance in the place of the one that ended.
 
         The first of `candidates` is the revision that serves; the others are kept for a rollback.
         """

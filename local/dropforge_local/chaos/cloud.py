@@ -95,7 +95,7 @@ class Cloud:
         self.workflows = make.workflows(world, self.functions.post)
         self.trainer = Trainer(world, self.storage, self.events, RUNS)
         disks, run = Disks(world), make.run(world)
-        tpu = Tpu(world, disks, self.storage, self.events)
+        self.tpu = tpu = Tpu(world, disks, self.storage, self.events)
         gke = Gke(world, clusters)
         run.launched = tpu.launched = gke.launched = self.trainer.start
         self.platforms: tuple[Platform, ...] = (run, tpu, disks, gke)

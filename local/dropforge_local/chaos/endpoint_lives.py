@@ -11,23 +11,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from dropforge.base import names
+from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import Attempt, Record, RunState, Transition
 
 from .cloud import OPERATIONS, RUNS, Cloud, deployment
+from .faults import Strike
 from .history import History
 from .manifests import manifest
 from .named import NamedCloud
+from .named_vms import STRANGE, NamedVms
 from .scheduler import START
 from .seam import context_of
 from .workflows import SOURCE, Workflows
-from .world import World, broken
+from .world import World
 
+VMS = "vms"  # the kind of lives on TPU VMs
 BUDGETED, FREE = "budgeted", "free"  # the second never has a budget
 USD_PER_HOUR = 3.0
 SWEEP_SECONDS = 1800.0
@@ -35,52 +38,91 @@ DAY = 86400.0
 CALM_SECONDS, LIFE_SECONDS = DAY, 2.5 * DAY
 RUNS_OF_A_LIFE = tuple(f"model-{number:012x}" for number in range(4))
 BAD_RUN = RUNS_OF_A_LIFE[3]  # its model fails half of its requests
+Script = tuple[
+    tuple[float, dict[str, Any]], ...
+]  # what users want: hours after the beginning of a life, and the change
+SCRIPT: Script = (
+    (0.01, {"serve": {"run": RUNS_OF_A_LIFE[0], "endpoint": BUDGETED, "canary": None}}),
+    (0.5, {"serve": {"run": RUNS_OF_A_LIFE[1], "endpoint": BUDGETED, "canary": None}}),
+    (2.6, {"budget": {"endpoint": BUDGETED, "usd": 0.5, "per": "month"}}),
+    (3.6, {"budget": {"endpoint": BUDGETED, "usd": 50.0, "per": "month"}}),
+    (5.0, {"retire": BUDGETED}),
+)
+STRUCK_SECONDS = 10 * 3600.0
 ROLLOUT = SOURCE.with_name("rollout.workflows.yaml")
+
+
+class Place(Protocol):
+    """Where the endpoints of a life are. `serve` is what specs say of it."""
+
+    platforms: Platforms
+    serve: dict[str, Any]
+
+    def settings(self, own: Settings) -> Settings:
+        """The settings of a deployment with named endpoints there."""
+
+    def clients(self) -> dict[str, Callable[..., Any]]:
+        """The simulated clients, by their names in clients.py."""
+
+    def shown(self, endpoint: str) -> dict[str, Any] | None:
+        """What the cloud has of an endpoint, for the rules; None if there is nothing."""
+
+    def plan_harm(self, endpoint: str, seconds: float) -> None:
+        """Plan what people and Google do to an endpoint in this time, by the faults of the seed."""
 
 
 class EndpointCloud(Cloud):
     """The simulated cloud with a platform for named endpoints, and the workflow of rollouts."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, kind: str) -> None:
         super().__init__(world)
-        self.named = NamedCloud(world)
+        self.place: Place = NamedVms(world, self.tpu) if kind == VMS else NamedCloud(world, {BAD_RUN})
         self.rollouts = Workflows(world, self.functions.post, ROLLOUT, "rollout")
-        platform: Any = self.named
-        platforms = Platforms(
-            named=lambda _: platform, all=lambda: [platform], owner=lambda _: platform, server=lambda _: platform
-        )
-        settings = replace(deployment(), rollout_workflow="dropforge-rollout")
-        self.context: Context = context_of(world, self.clients_of_rollouts(), settings, platforms)
+        settings = self.place.settings(replace(deployment(), rollout_workflow="dropforge-rollout"))
+        clients = {**self.clients(), **self.place.clients(), "workflow_executions": lambda: self.rollouts}
+        self.context: Context = context_of(world, clients, settings, self.place.platforms)
         self.functions.connect(self.context)
 
-    def clients_of_rollouts(self) -> dict[str, Callable[..., Any]]:
-        post = SimpleNamespace(post=self._completion)
-        own: dict[str, Callable[..., Any]] = {
-            "workflow_executions": lambda: self.rollouts,
-            "endpoint": lambda audience, key="": post,
-        }
-        return {**self.clients(), **own}
 
-    def _completion(self, url: str, **_: Any) -> Any:
-        def answer() -> Any:
-            status = self.named.complete(url)
-            return SimpleNamespace(status_code=status, text="", json=lambda: {"choices": [{"message": {}}]})
-
-        return self.world.effect("endpoint", answer, error=broken)
-
-
-def run(seed: int) -> History:
-    """The history of a seed: the same each time, in every process."""
+def run(seed: int, kind: str = "") -> History:
+    """The history of a seed: the same each time, in every process. `kind`: VMS, or "" for a platform like Cloud Run."""
     world = World(seed)
-    cloud = EndpointCloud(world)
+    cloud = EndpointCloud(world, kind)
     for number, name in enumerate(RUNS_OF_A_LIFE):
         _train(world, cloud, name, number)
-    cloud.named.bad = {BAD_RUN}
     world.calm = START + CALM_SECONDS
     _plan_users(world, cloud)
     _plan_operators(world, cloud)
+    return _live(world, cloud, START + LIFE_SECONDS)
+
+
+def run_struck(strike: Strike, script: Script = SCRIPT, preempted: float = 1.4 * 3600) -> History:
+    """The history of a name on TPU VMs that one fault strikes: two models, a lost machine, a budget, and its end.
+
+    `preempted` is when its machine is lost, in seconds; infinite: never.
+    """
+    world = World(0, strike)
+    cloud = EndpointCloud(world, VMS)
+    place = cloud.place
+    assert isinstance(place, NamedVms), "that is the place of this kind"
+    for number, name in enumerate(RUNS_OF_A_LIFE[:2]):
+        _train(world, cloud, name, number, ttl="7d")
+    world.actions = {
+        "restart": cloud.rollouts.restart,
+        "sweep": cloud.sweep,
+        "stray": partial(place.stray, BUDGETED, STRANGE),
+        "unname": partial(place.stray, BUDGETED, ""),
+    }
+    for hours, change in script:
+        _publish(world, cloud, hours * 3600.0, change)
+    world.after(preempted, partial(place.harm, BUDGETED, "preempted"))
+    world.calm = START + STRUCK_SECONDS - 4 * 3600.0
+    return _live(world, cloud, START + STRUCK_SECONDS)
+
+
+def _live(world: World, cloud: EndpointCloud, end: float) -> History:
     when = START + 60
-    while when < START + LIFE_SECONDS:
+    while when < end:
         world.scheduler.at(when, cloud.sweep)
         if world.random.random() < world.faults.doubled_sweep:
             world.fact("fault", what="doubled_sweep")
@@ -89,9 +131,8 @@ def run(seed: int) -> History:
     try:
         world.scheduler.run(world.calm)
         world.fact("calm", effects=world.effects)
-        world.scheduler.run(START + LIFE_SECONDS)
-        services = {each.endpoint: each for each in cloud.named.services.values()}
-        shown = {name: {"shares": each.shares, "suspended": each.suspended} for name, each in services.items()}
+        world.scheduler.run(end)
+        shown = {name: found for name in (BUDGETED, FREE) if (found := cloud.place.shown(name))}
         active = [each.id for each in cloud.rollouts.executions.values() if each.state == "ACTIVE"]
         world.fact("end", services=shown, active=active)
     finally:
@@ -99,7 +140,7 @@ def run(seed: int) -> History:
     return world.history
 
 
-def _train(world: World, cloud: EndpointCloud, run: str, number: int) -> None:
+def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str = "") -> None:
     """A run that has ended well before."""
     began = datetime.fromtimestamp(START, UTC) - timedelta(hours=2)
     ended = began + timedelta(hours=1)
@@ -108,9 +149,10 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int) -> None:
     about: dict[str, Any] = {"name": "model", "source": "chaos", "created": began, "attempts": [attempt]}
     record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
     cloud.context.store.create(record)
-    canary = {"canary": {"percent": 20, "for": "30m"}} if number % 2 else {}
-    times = {"startup_timeout": "20m", "ttl": world.random.choice(("7d", "7d", "7d", "4h"))}
-    serve = {"type": "cloud_run", "endpoint": "x", "price_usd_per_hour": USD_PER_HOUR, **times, **canary}
+    has_canary = number % 2 and not isinstance(cloud.place, NamedVms)
+    canary = {"canary": {"percent": 20, "for": "30m"}} if has_canary else {}
+    times = {"startup_timeout": "20m", "ttl": ttl or world.random.choice(("7d", "7d", "7d", "4h"))}
+    serve = {**cloud.place.serve, "endpoint": "x", "price_usd_per_hour": USD_PER_HOUR, **times, **canary}
     spec = {
         "api_version": "dropforge/v1",
         "name": "model",
@@ -157,9 +199,7 @@ def _plan_operators(world: World, cloud: EndpointCloud) -> None:
     """Deletions and cancels by hand, and restarts of the engine."""
     draw, faults = world.random, world.faults
     for endpoint in (BUDGETED, FREE):
-        if draw.random() < faults.deleted * 2:
-            service = f"projects/chaos-project/locations/us-central1/services/{names.named_endpoint(endpoint)}"
-            world.after(draw.random() * CALM_SECONDS, partial(cloud.named.forget, service))
+        cloud.place.plan_harm(endpoint, CALM_SECONDS)
     for _ in range(int(faults.restarts * 6 * draw.random())):
         world.after(draw.random() * CALM_SECONDS, cloud.rollouts.restart)
     for _ in range(draw.randrange(6) if faults.cancelled_execution else 0):

@@ -8,11 +8,14 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
+from dropforge.base import names
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
 
+from . import vm_rules
 from .endpoint_lives import BAD_RUN, FREE, SWEEP_SECONDS, USD_PER_HOUR
-from .history import History
+from .history import Fact, History
 from .named import IDLE_SECONDS
+from .vm_rules import Look, Pointed, Vm
 
 # From a spent budget to the end of the instances without faults: a sweep, and the rollout that it begins.
 SUSPENDS_WITHIN = SWEEP_SECONDS + 300.0
@@ -40,6 +43,13 @@ class EndpointLife:
     service: dict[str, Any] | None = None
     is_repeated: bool = False  # a fault may have had a message sent twice
     stalls: int = 0  # functions that were suspended
+    vms: list[Vm] = field(default_factory=list)
+    pointed: list[Pointed] = field(default_factory=list)
+    strayed: list[float] = field(default_factory=list)  # somebody changed the record of the name
+    late: list[float] = field(default_factory=list)  # a change of the record was executed late
+    delays: list[float] = field(default_factory=list)  # functions were suspended, or waited for a reply that was lost
+    delay: float = 0.0  # seconds, of all faults that delay a write
+    looks: list[Look] = field(default_factory=list)
 
     @property
     def last(self) -> EndpointRecord:
@@ -62,9 +72,32 @@ class EndpointLife:
                 if each.state is RolloutState.PROMOTED and found is not None and not found.state.is_terminal:
                     yield time, before, each
 
-    def cost(self, since: float, until: float) -> float:
-        """What the instances have cost between two times, in US dollars."""
-        changes = [*self.paying, (self.end, 0)]
+    def times(self) -> Iterator[float]:
+        """When the record was written."""
+        return (time for time, _ in self.records)
+
+    def address_at(self, time: float) -> str:
+        """The address of the name at a time."""
+        return next((address for when, address in reversed(self.pointed) if when <= time), "")
+
+    def vm_at(self, address: str) -> Vm | None:
+        """The machine that has an address."""
+        return next((vm for vm in self.vms if address and vm.address == address), None)
+
+    def is_harmed(self, time: float) -> bool:
+        """Whether the machine of the name was lost, or somebody changed its record, and nobody has mended that yet."""
+        vm, record = self.vm_at(self.address_at(time)), self.record_at(time)
+        if vm is not None and vm.lost <= time:
+            return True
+        if record is not None and _has_no_machine(record):
+            return True
+        harm = max((when for when in (*self.strayed, *self.late) if when <= time), default=0.0)
+        return bool(harm) and not any(harm < when <= time for when, _ in self.pointed)
+
+    def cost(self, since: float, until: float, vm: Vm | None = None) -> float:
+        """What the instances, or one machine, have cost between two times, in US dollars."""
+        own = [(vm.running, 1), (min(vm.ended, self.end), 0)] if vm is not None else []
+        changes = [*(own or self.paying), (self.end, 0)]
         spans = ((max(a, since), min(b, until), number) for (a, number), (b, _) in pairwise(changes))
         return sum(max(0.0, b - a) * number for a, b, number in spans) / 3600 * USD_PER_HOUR
 
@@ -74,7 +107,7 @@ def check(history: History) -> list[str]:
     lives, active = _read(history)
     problems = [f"execution {each} still runs" for each in active]
     for life in lives.values():
-        for rule in RULES:
+        for rule in RULES_OF_VMS if life.last.type == "tpu_vm" else RULES:
             problems += [f"{rule.__name__}: {life.name}: {text}" for text in rule(life)]
     return problems
 
@@ -254,6 +287,12 @@ RULES = (
     only_its_own_budget_suspends,
     a_warning_comes_once,
 )
+OF_SERVICES = (
+    the_cloud_is_as_the_record_says,
+    the_record_has_the_most_that_it_cost,
+    a_suspended_endpoint_costs_nothing,
+)  # vm_rules.py says the same of machines
+RULES_OF_VMS = (*(rule for rule in RULES if rule not in OF_SERVICES), *vm_rules.RULES)
 
 
 def _read(history: History) -> tuple[dict[str, EndpointLife], list[str]]:
@@ -285,7 +324,78 @@ def _read(history: History) -> tuple[dict[str, EndpointLife], list[str]]:
         life.service = end.data["services"].get(life.name)
         life.is_repeated = not REPEATING.isdisjoint(faults)
         life.stalls = faults.count("stalled")
+        life.looks = list(_looks(history))
+        life.delays = [fact.time for fact in history.of("fault") if fact.data["what"] in ("stalled", "late", "lost")]
+        faults_of_writes = [
+            fact.data for fact in history.of("fault") if fact.data.get("call", "").startswith("storage.")
+        ]
+        life.delay = sum(fault.get("seconds", 0.0) for fault in faults_of_writes)
+    _read_vms(history, lives)
     return lives, list(end.data["active"])
+
+
+def _has_no_machine(record: EndpointRecord) -> bool:
+    """Whether no machine could be started in the place of the one that ended, and none was promoted since."""
+    for rollout in reversed(record.rollouts):
+        if rollout.state in (RolloutState.PROMOTED, RolloutState.SUSPENDED):
+            return False
+        if rollout.kind == "resume" and rollout.state is RolloutState.ROLLED_BACK:
+            return True
+    return False
+
+
+def _looks(history: History) -> Iterator[Look]:
+    """The sweeps that met no fault."""
+    struck = {fact.data.get("process") for fact in history.of("fault")}
+    began = {fact.data["instance"]: fact.time for fact in history.of("call")}
+    for fact in history.of("answer"):
+        name = fact.data["instance"]
+        is_good = fact.data["status"] == 200 and name not in struck
+        if name.startswith("sweep-") and is_good and not fact.data["body"]["problems"]:
+            yield Look(began[name], fact.time)
+
+
+def _read_vms(history: History, lives: dict[str, EndpointLife]) -> None:
+    """The machines of each endpoint, and the addresses of its name."""
+    found: dict[str, tuple[EndpointLife, Vm]] = {}  # the present one of each name
+    for fact in history.facts:
+        data, time = fact.data, fact.time
+        life = lives.get(data.get("labels", {}).get(names.ENDPOINT_LABEL, "") or data.get("endpoint", ""))
+        if fact.kind == "created" and life is not None:
+            revision = data["name"].rpartition("/")[2]
+            number = names.revision_number(revision, life.name) or 0
+            vm = Vm(data["name"], revision, number, time)
+            life.vms.append(vm)
+            found[vm.name] = life, vm
+        elif fact.kind == "pointed" and life is not None:
+            life.pointed.append(Pointed(time, data["address"]))
+        elif fact.kind == "strayed" and life is not None:
+            life.strayed.append(time)
+        elif fact.kind == "answered" and life is not None:
+            for vm in life.vms:
+                if vm.revision == data["revision"] and vm.running <= time < vm.ended:
+                    vm.answered = min(vm.answered, time)
+        elif fact.kind == "late" and data["call"] == "dns.post changes":
+            for each in lives.values():
+                each.late.append(time)
+        elif (about := str(data.get("name", data.get("resource")))) in found:
+            _note(fact, *found[about])
+
+
+def _note(fact: Fact, life: EndpointLife, vm: Vm) -> None:
+    """What happened to a machine."""
+    if fact.kind == "running":
+        vm.running, vm.address = fact.time, fact.data["address"]
+    elif fact.kind == "fault":
+        vm.lost = min(vm.lost, fact.time)
+        life.forgotten.append(fact.time)
+    elif fact.kind == "deleting":
+        vm.deleting = min(vm.deleting, fact.time)
+    elif fact.kind == "gone":
+        vm.gone = fact.time
+    if vm.address and fact.kind in ("running", "fault", "deleting", "gone"):
+        paying = sum(each.running <= fact.time < each.ended for each in life.vms)
+        life.paying.append((fact.time, paying))
 
 
 def _time(seconds: float) -> datetime:

@@ -10,18 +10,22 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TypeVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
+from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.named import Candidate, Counted, Fence, Reached, Share, check_owner, no_fence, owner_labels
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Waits
 
-from .world import LOCATION, PROJECT, World
+from .world import LOCATION, PROJECT, World, broken
 
 KIND = "chaos.dropforge.dev/NamedService"
 IDLE_SECONDS = 900.0  # without a share, an instance ends so long after its last request
@@ -67,11 +71,15 @@ class NamedCloud:
 
     keeps_instances = False
     keeps_revisions = True
+    serve: dict[str, Any]
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, bad: set[str]) -> None:
         self.world = world
+        self.bad = bad
+        self.serve = {"type": "cloud_run"}
         self.services: dict[str, Service] = {}
-        self.bad: set[str] = set()
+        own: Any = self
+        self.platforms = Platforms(named=lambda _: own, all=lambda: [own], owner=lambda _: own, server=lambda _: own)
 
     # The protocol of named endpoints
 
@@ -82,8 +90,7 @@ class NamedCloud:
         return LOCATION
 
     def service_name(self, deployment: Deployment, existing: str = "") -> str:
-        parent = f"projects/{PROJECT}/locations/{LOCATION}/services"
-        return f"{parent}/{names.named_endpoint(deployment.endpoint)}"
+        return _service(deployment.endpoint)
 
     def why_whole(self, service: str) -> str:
         return ""
@@ -106,6 +113,9 @@ class NamedCloud:
 
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         return self._reached(service, names.named_revision(_endpoint(service), number), is_ready=False)
+
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        return False
 
     def resources(self, service: str, revision: str) -> list[str]:
         return [service]
@@ -166,7 +176,30 @@ class NamedCloud:
         self._call("named.delete", lambda: self.forget(name), changes=True)
         return self._read(name) is None
 
-    # The service's side
+    # The service's side: see `Place` of endpoint_lives.py
+
+    def settings(self, own: Settings) -> Settings:
+        return own
+
+    def clients(self) -> dict[str, Callable[..., Any]]:
+        post = SimpleNamespace(post=self._complete)
+        return {"endpoint": lambda audience, key="": post}
+
+    def shown(self, endpoint: str) -> dict[str, Any] | None:
+        found = self.services.get(_service(endpoint))
+        return {"shares": found.shares, "suspended": found.suspended} if found else None
+
+    def plan_harm(self, endpoint: str, seconds: float) -> None:
+        draw = self.world.random
+        if draw.random() < self.world.faults.deleted * 2:
+            self.world.after(draw.random() * seconds, partial(self.forget, _service(endpoint)))
+
+    def _complete(self, url: str, **_: Any) -> Any:
+        def answer() -> Any:
+            status = self.complete(url)
+            return SimpleNamespace(status_code=status, text="", json=lambda: {"choices": [{"message": {}}]})
+
+        return self.world.effect("endpoint", answer, error=broken)
 
     def complete(self, url: str) -> int:
         """The status of a completion at the address of a revision."""
@@ -267,6 +300,10 @@ class NamedCloud:
             return self.world.effect(name, action, changes=changes)
         except client_errors() as error:
             raise classify(error) from error
+
+
+def _service(endpoint: str) -> str:
+    return f"projects/{PROJECT}/locations/{LOCATION}/services/{names.named_endpoint(endpoint)}"
 
 
 def _endpoint(service: str) -> str:

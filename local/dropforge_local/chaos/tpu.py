@@ -71,6 +71,7 @@ class Tpu:
         self.queued: dict[str, Queued] = {}
         self.nodes: dict[str, Node] = {}
         self.launched: Callable[[Container], None] = lambda _: None
+        self.is_full = self._zone_is_full  # whether there is no capacity for a resource, by its name
         self._operations: list[Any] = []
         self._requests: set[str] = set()
 
@@ -84,6 +85,14 @@ class Tpu:
         """Whether the server at a URL would answer."""
         nodes = (node for node in self.nodes.values() if f"http://{node.address}:{PORT}" == url)
         return any(node.machine is not None and node.machine.serves for node in nodes)
+
+    def lose(self, name: str, state: str = "") -> None:
+        """Google preempts the machine of a node with notice, loses it, or a user stops it: its node may stay."""
+        self._lose(self.nodes[name], state)
+
+    def delete_by_hand(self, name: str) -> None:
+        """A user deletes a node in the console."""
+        self._end_node(self.nodes[name])
 
     # Queued resources
 
@@ -131,7 +140,7 @@ class Tpu:
         self._enter(queued, "WAITING_FOR_RESOURCES")
         world, policy = self.world, queued.wanted.queueing_policy
         left = queued.created + policy.valid_until_duration.total_seconds() - world.now
-        if not self._is_full(queued.name):
+        if not self.is_full(queued.name):
             self._provision(queued)
         elif left <= 0:
             message = f"{queued.name} expired: no resources became available before its valid-until time"
@@ -226,7 +235,7 @@ class Tpu:
         wait = world.random.uniform(5, 40)
         if world.happens(world.faults.slow_start):
             wait = world.random.uniform(60, 1200)
-        refused = not queued and self._is_full(name)
+        refused = not queued and self.is_full(name)
         world.after(wait, lambda: self._refuse(node) if refused else self._ready(node))
         self._perhaps_by_hand(self.nodes, node, lambda: self._end_node(node))
         return ""
@@ -245,10 +254,11 @@ class Tpu:
     def _ready(self, node: Node) -> None:
         if self.nodes.get(node.name) is not node or node.state != "CREATING":
             return
-        node.state, node.address = "READY", f"10.0.0.{self.world.id()}"
+        number = self.world.id()
+        node.state, node.address = "READY", f"10.0.{number // 256}.{number % 256}"
         if node.queued in self.queued:
             self._enter(self.queued[node.queued], "ACTIVE")
-        self.world.fact("running", name=node.name)
+        self.world.fact("running", name=node.name, address=node.address)
         node.machine = Machine(self.world, self.storage, self.events, dict(node.wanted.metadata))
         self.world.after(self.world.random.uniform(5, 60), lambda: self._boot(node))
 
@@ -304,7 +314,7 @@ class Tpu:
 
     # Both
 
-    def _is_full(self, name: str) -> bool:
+    def _zone_is_full(self, name: str) -> bool:
         zone = name.split("/")[3]
         return self.world.lasts(f"no TPU VM in {zone}", self.world.faults.stockout)
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from google.cloud.tpu_v2 import Node
 
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import CloudError, Conflict
@@ -78,7 +79,7 @@ def test_a_deployment_without_a_zone_refuses_names_with_the_price() -> None:
 
 def moved(shift: Callable[..., Any], *, address: str, read: str | None) -> list[Any]:
     """Call `shift` with a node at an address and a record with another one; return what the record was changed to."""
-    node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2)
+    node = SimpleNamespace(network_endpoints=[SimpleNamespace(ip_address=address)], state=2, health_description="")
     record = None if read is None else {"name": "n.", "type": "A", "ttl": 5, "rrdatas": [read]}
     changed: list[Any] = []
 
@@ -115,9 +116,74 @@ def test_a_superseded_call_moves_no_name() -> None:
         moved(lambda: SERVER.shift(CLOUD, SERVICE, SHARES, fence), address="10.0.0.2", read="10.0.0.1")
 
 
-def test_a_name_never_moves_to_a_machine_that_does_not_exist() -> None:
-    with patch.object(tpu, "find_node", lambda *_: None), pytest.raises(RevisionGone):
-        SERVER.shift(CLOUD, SERVICE, SHARES)
+def node_in(state: str, address: str = "10.0.0.2") -> Any:
+    endpoints = [SimpleNamespace(ip_address=address)]
+    return SimpleNamespace(
+        name=NODE, state=Node.State[state], network_endpoints=endpoints, health_description="", labels={}
+    )
+
+
+@pytest.mark.parametrize("state", ["", "DELETING", "PREEMPTED", "TERMINATED", "STOPPING", "STOPPED"])
+def test_a_name_never_moves_to_a_machine_that_does_not_run(state: str) -> None:
+    """The node of a preempted machine still has an address."""
+    with patch.object(tpu, "find_node", lambda *_: node_in(state) if state else None):
+        assert SERVER.find(CLOUD, SERVICE, 2) is None
+        with pytest.raises(RevisionGone):
+            SERVER.shift(CLOUD, SERVICE, SHARES)
+
+
+@pytest.mark.parametrize(
+    ("state", "address", "expected"),
+    [
+        ("READY", "10.0.0.2", False),
+        ("READY", "10.0.0.9", True),
+        ("READY", "", True),
+        ("PREEMPTED", "10.0.0.2", True),
+        ("", "10.0.0.2", True),
+    ],
+)
+def test_an_endpoint_is_lost_if_its_name_does_not_lead_to_a_machine_that_runs(
+    state: str, address: str, expected: bool
+) -> None:
+    record = {"rrdatas": [address]} if address else None
+    with (
+        patch.object(dns, "find_record", lambda *_: record),
+        patch.object(tpu, "find_node", lambda *_: node_in(state) if state else None),
+    ):
+        assert SERVER.is_lost(CLOUD, SERVICE, "df-r2-text-to-sql") is expected
+    with (
+        patch.object(dns, "find_record", lambda *_: {"routingPolicy": {}}),
+        patch.object(tpu, "find_node", lambda *_: node_in("READY")),
+    ):
+        assert SERVER.is_lost(CLOUD, SERVICE, "df-r2-text-to-sql"), "somebody has given the name a routing policy"
+
+
+def test_what_is_left_of_a_machine_that_ended_is_deleted_before_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not what this rollout has requested: its failure must end the rollout."""
+    deleted: list[str] = []
+    started: list[Any] = []
+    labels = owner_labels(DOMAIN, "text-to-sql")
+    parts = [
+        Listed(tpu.QUEUED, NODE, {**labels, "dropforge-rollout": "r-1"}),
+        Listed(tpu.QUEUED, NODE.replace("r2", "r3"), {**labels, "dropforge-rollout": "r-2"}),
+    ]
+    monkeypatch.setattr(tpu, "list_queued", lambda _: parts)
+    monkeypatch.setattr(tpu, "list_nodes", lambda _: [])
+    monkeypatch.setattr(tpu, "delete", lambda cloud, kind, name: deleted.append(name))
+    monkeypatch.setattr(tpu, "find_node", lambda *_: node_in("PREEMPTED"))
+
+    def start(cloud: Any, candidate: Candidate) -> str:
+        started.append(candidate)
+        return "http://10.0.0.3:8000"
+
+    monkeypatch.setattr(SERVER, "_start", start)
+    assert not SERVER.resume(cloud_with(DOMAIN), SERVICE, [candidate(rollout="r-5")])
+    assert (deleted, started) == ([NODE], [])
+    assert SERVER.resume(cloud_with(DOMAIN), SERVICE, [candidate(rollout="r-1")])
+    assert (deleted, len(started)) == ([NODE], 1)
+    monkeypatch.setattr(tpu, "find_node", lambda *_: node_in("READY"))
+    assert SERVER.resume(cloud_with(DOMAIN), SERVICE, [candidate(rollout="r-5")])
+    assert deleted == [NODE], "the machine runs: only its name was changed"
 
 
 def machines_of(endpoint: str, *numbers: int) -> list[Listed]:
@@ -173,10 +239,23 @@ def test_a_superseded_call_suspends_nothing(deleted: list[str]) -> None:
     assert deleted == []
 
 
+def test_a_call_that_another_one_overtakes_deletes_nothing_more(deleted: list[str]) -> None:
+    """The next rollout may have requested a machine meanwhile."""
+    states = iter([None, None, Conflict("another call has taken the rollout further")])
+
+    def fence() -> None:
+        if error := next(states):
+            raise error
+
+    with pytest.raises(Conflict):
+        SERVER.suspend(cloud_with(DOMAIN), SERVICE, SHARES, fence)
+    assert deleted == ["df-r1-text-to-sql"]
+
+
 def test_a_machine_of_another_deployment_becomes_no_revision() -> None:
     labels = {**owner_labels(DOMAIN, "text-to-sql"), "dropforge-deployment": "another"}
     with (
-        patch.object(tpu, "find_node", lambda *_: SimpleNamespace(labels=labels, state=2)),
+        patch.object(tpu, "find_node", lambda *_: SimpleNamespace(labels=labels, state=2, health_description="")),
         pytest.raises(CloudError, match=r"exists and belongs to .*another"),
     ):
         SERVER.deploy(cloud_with(DOMAIN), candidate(), SHARES)

@@ -85,6 +85,9 @@ class NamedService:
             raise classify(error) from error
         return _tagged(found, number) if found is not None else None
 
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        return False
+
     def resources(self, service: str, revision: str) -> list[str]:
         return [service]
 

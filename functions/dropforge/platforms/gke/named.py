@@ -99,6 +99,9 @@ class NamedDeployments:
         api = _api(cloud, service)
         return None if api is None else _reached(api, service, names.named_revision(_endpoint(service), number))
 
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        return False
+
     def resources(self, service: str, revision: str) -> list[str]:
         return [service, _deployment_name(service, revision)]
 

@@ -32,10 +32,11 @@ from dropforge.platforms.named import (
     revision_labels,
 )
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import Waits
+from dropforge.platforms.training import Phase, Waits
 
 from .serve import TpuVmServer, machine, url_of
 from .spec import TpuVmServe
+from .train import status_of_node
 
 DRAIN_SECONDS = 20  # for unfinished answers of a server that ends early, as on Spot capacity
 NEVER = 4102444800  # 2100-01-01: the record says when an endpoint ends, and its expiry moves
@@ -82,6 +83,10 @@ class NamedTpuVms:
         authority = cloud.clients.authority_of(dns.host_of(service), tpu.SERVER_PORT)
         return Reached(revision, url, f"http://{authority}")
 
+    def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
+        node, read = _node(cloud, _node_name(service, revision)), dns.find_record(cloud, service)
+        return node is None or read is None or read.get("rrdatas") != [_address(node)]
+
     def resources(self, service: str, revision: str) -> list[str]:
         return [service, _node_name(service, revision)]
 
@@ -90,11 +95,10 @@ class NamedTpuVms:
         node = _node(cloud, _node_name(service, wanted))
         if node is None:
             raise RevisionGone(f"the machine of revision {wanted} does not exist any more")
-        if not node.network_endpoints:
+        if not (address := _address(node)):
             return False
-        address = str(node.network_endpoints[0].ip_address)
         read = dns.find_record(cloud, service)
-        if read is not None and read["rrdatas"] == [address]:
+        if read is not None and read.get("rrdatas") == [address]:
             return True
         fence()
         return dns.change_record(cloud, service, read, address)
@@ -113,21 +117,44 @@ class NamedTpuVms:
             cloud.log(message, stage="rollout", severity="WARNING")
 
     def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
-        fence()
-        return self.delete(cloud, service)  # the name stays in the endpoint's record; only machines cost money
+        return self._end(cloud, service, fence)  # the name stays in the endpoint's record; only machines cost money
 
     def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
+        (serving, *_) = candidates
+        if self._clears(cloud, service, serving, fence):
+            return False
         fence()
-        return not isinstance(self._start(cloud, candidates[0]), Waits)
+        return not isinstance(self._start(cloud, serving), Waits)
+
+    def _clears(self, cloud: Cloud, service: str, serving: Candidate, fence: Fence) -> bool:
+        """Delete what is left of the machine of the revision, if it has ended; False once nothing is left.
+
+        What the rollout itself has requested stays, however it ended.
+        """
+        revision = names.named_revision(serving.endpoint, serving.number)
+        if _node(cloud, _node_name(service, revision)) is not None:
+            return False
+        left = [part for part in _parts(cloud, service) if part.name.rpartition("/")[2] == revision]
+        old = [part for part in left if part.labels.get(names.ROLLOUT_LABEL) != serving.rollout]
+        for part in old:
+            fence()
+            tpu.delete(cloud, part.kind, part.name)
+        return bool(old)
 
     def delete(self, cloud: Cloud, service: str) -> bool:
+        return self._end(cloud, service, no_fence)
+
+    def _end(self, cloud: Cloud, service: str, fence: Fence) -> bool:
+        """Delete the record and the machines. The next rollout may make others: the fence comes before each change."""
         # The record goes first: another machine of the network may get the address.
         read = dns.find_record(cloud, service)
+        fence()
         if read is not None and not dns.change_record(cloud, service, read, ""):
             return False
         deadline = cloud.clock.monotonic() + GONE_WAIT_SECONDS
         while remaining := list(_parts(cloud, service)):
             for part in remaining:
+                fence()
                 tpu.delete(cloud, part.kind, part.name)
             if cloud.clock.monotonic() > deadline:
                 return False
@@ -164,14 +191,20 @@ def _check_owner(cloud: Cloud, wanted: tpu.Machine, candidate: Candidate) -> Non
 
 
 def _node(cloud: Cloud, name: str) -> Any:
-    """A node that is not being deleted; None without one. Raises CloudError."""
-    from google.cloud.tpu_v2 import Node
+    """A node that runs or starts; None without one. Raises CloudError.
 
+    A preempted or stopped machine answers nothing, though its node still has an address.
+    """
     try:
         node = tpu.find_node(cloud, name)
     except client_errors() as error:
         raise classify(error) from error
-    return None if node is None or node.state == Node.State.DELETING else node
+    return node if status_of_node(node, name).phase in (Phase.PENDING, Phase.RUNNING) else None
+
+
+def _address(node: Any) -> str:
+    """The address of a node; "" while it has none."""
+    return str(node.network_endpoints[0].ip_address) if node.network_endpoints else ""
 
 
 def _parts(cloud: Cloud, service: str) -> Iterator[Listed]:

@@ -101,7 +101,7 @@ def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
         context.endpoints.update(record.name, lambda r: r.entered(mine.id, RolloutState.RETIRING, now))
     elif mine.kind == "suspend":
         context.endpoints.update(record.name, lambda r: r.suspends(mine.id, now))
-    elif mine.kind == "resume" and not record.suspended:
+    elif mine.kind == "resume" and not record.suspended and not is_lost(context, record):
         _fail(context, record, mine, ErrorClass.CONFIG, f"endpoint {record.name} is not suspended")
     elif mine.kind != "resume" and (problem := money_problem(record, now)):
         _fail(context, record, mine, ErrorClass.BUDGET, problem, BUDGET_HINT)
@@ -127,6 +127,13 @@ def _copy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | N
         return Pending(wait_seconds=LOOK_SECONDS)
     _begin_revision(context, record, mine)
     return None
+
+
+def is_lost(context: Context, record: EndpointRecord) -> bool:
+    """Whether the URL of an endpoint does not lead to the revision that serves: its machine has ended."""
+    serving = record.serving
+    server = context.platforms.named(record.type)
+    return serving is not None and server.is_lost(context.cloud, record.service, serving.revision)
 
 
 def _begin_revision(context: Context, record: EndpointRecord, mine: Rollout) -> None:
@@ -334,11 +341,39 @@ def _shift(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
 
 def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Give the revision before every request again. An endpoint that has none is deleted."""
-    if mine.revision and not _serves_again(context, record, mine):
+    if not mine.revision:  # its model was being copied: it has changed nothing at the platform
+        _undone(context, record, mine)
+        return None
+    if _is_alone(context, record, mine):
+        return _end_alone(context, record, mine)
+    if not _serves_again(context, record, mine):
         return Pending(wait_seconds=LOOK_SECONDS)
+    if record.stable and (left := _answers_left(context, record, mine)) > 0:
+        return Pending(wait_seconds=left)
     changed = _undone(context, record, mine)
     if record.stable:
         prune(context, changed)
+    return None
+
+
+def _is_alone(context: Context, record: EndpointRecord, mine: Rollout) -> bool:
+    """Whether a rollout was to start the revision that serves anew, which so has no machine that is known to answer."""
+    return record.stable == mine.revision != 0 and not context.platforms.named(record.type).keeps_revisions
+
+
+def _end_alone(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """End what was started: no requests reach a machine that has not answered. The sweep begins another rollout."""
+    server = context.platforms.named(record.type)
+    if not server.suspend(context.cloud, record.service, [], _fence(context, record, mine)):
+        return Pending(wait_seconds=LOOK_SECONDS)
+    now = context.now()
+
+    def ended(latest: EndpointRecord) -> EndpointRecord:
+        if latest.rollout(mine.id).state.is_terminal:
+            return latest  # this call was overtaken
+        return latest.paying(set(), now).entered(mine.id, RolloutState.ROLLED_BACK, now)
+
+    context.endpoints.update(record.name, ended)
     return None
 
 
@@ -368,6 +403,18 @@ def _drain_left(context: Context, record: EndpointRecord, mine: Rollout) -> floa
     moved = context.endpoints.update(record.name, lambda r: r.has_moved(mine.id, context.now())).rollout(mine.id).moved
     assert moved is not None, "it was noted"
     return seconds_ - (context.now() - moved).total_seconds()
+
+
+def _answers_left(context: Context, record: EndpointRecord, mine: Rollout) -> float:
+    """How many seconds a revision that has failed must still answer the requests that have reached it."""
+    server = context.platforms.named(record.type)
+    seconds_ = server.drain_seconds(context.cloud)
+    if not seconds_ or mine.moved is None or server.find(context.cloud, record.service, mine.revision) is None:
+        return 0.0
+    changed = context.endpoints.update(record.name, lambda r: r.has_returned(mine.id, context.now()))
+    returned = changed.rollout(mine.id).returned
+    assert returned is not None, "it was noted"
+    return seconds_ - (context.now() - returned).total_seconds()
 
 
 def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
@@ -489,8 +536,10 @@ def _split(record: EndpointRecord, canary: int, percent: int) -> list[Share]:
 
 
 def prune(context: Context, record: EndpointRecord) -> None:
-    """Delete the revisions that no rollback can promote."""
-    context.platforms.named(record.type).prune(context.cloud, record.service, record.kept, record.last)
+    """Delete the revisions that no rollback can promote, but not that of a rollout that has begun meanwhile."""
+    begun = record.current.revision if record.current is not None else 0
+    last = begun - 1 if begun == record.last else record.last
+    context.platforms.named(record.type).prune(context.cloud, record.service, record.kept, last)
 
 
 def _expiry(context: Context, record: EndpointRecord, mine: Rollout) -> Callable[[EndpointRecord], datetime | None]:

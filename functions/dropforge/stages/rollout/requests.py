@@ -218,6 +218,16 @@ def resume(context: Context, record: EndpointRecord, rollout: str, who: str) -> 
     return _request(context, record.name, rollout, change)
 
 
+def restore(context: Context, record: EndpointRecord, rollout: str, who: str) -> EndpointRecord:
+    """Request another machine for an endpoint whose own has ended, unless it has changed since it was read."""
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        is_same = latest.current is None and (latest.stable, latest.suspended) == (record.stable, None)
+        return latest.with_rollout(_rollout(context, rollout, "resume", who)) if is_same else latest
+
+    return _request(context, record.name, rollout, change)
+
+
 def money_problem(record: EndpointRecord, now: datetime) -> str:
     """Why the budget of an endpoint allows no instance; "" if it does."""
     budget = record.in_period(now).budget

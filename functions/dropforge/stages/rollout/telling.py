@@ -75,7 +75,7 @@ def notice_of(record: EndpointRecord, rollout: Rollout) -> Notice:
         return Notice(key, f"does not serve: {name} has spent its budget of {record.budget}", text)
     if rollout.state is RolloutState.ROLLED_BACK and rollout.kind == "resume":
         why = rollout.error.message if rollout.error else "the rollout failed"
-        return Notice(key, f"does not answer yet: {name} may have instances again", why)
+        return Notice(key, f"does not answer yet: {name} could not be started again", why)
     if rollout.state is RolloutState.ROLLED_BACK:
         why = rollout.error.message if rollout.error else "the rollout failed"
         stays = f"revision {record.stable} serves as before" if record.stable else "nothing serves behind the name"

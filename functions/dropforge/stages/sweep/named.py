@@ -7,21 +7,22 @@ no record says exists.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.executions import find_rollout, live_executions, start_rollout
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
-from dropforge.endpoints.record import EndpointRecord, EndpointState
-from dropforge.stages.rollout.advance import prune
-from dropforge.stages.rollout.requests import START_WITHIN, remove, resume, retire, suspend
+from dropforge.endpoints.record import EndpointRecord, EndpointState, RolloutState
+from dropforge.stages.rollout.advance import is_lost, prune
+from dropforge.stages.rollout.requests import START_WITHIN, remove, restore, resume, retire, suspend
 from dropforge.stages.rollout.telling import warn_of_budget
 
 from .audit import is_left_over
 
 SWEEP = "the sweep"
+RESTORES_AFTER = timedelta(hours=1)  # after a try that has failed: a region may have no capacity for days
 
 
 def tend(context: Context, endpoint: str, listed: Iterable[Listed], now: datetime) -> str:
@@ -37,12 +38,14 @@ def tend(context: Context, endpoint: str, listed: Iterable[Listed], now: datetim
     if record is not None and _is_over(record, now):
         return _expire(context, record)
     if record is None or not record.stable:
-        return _delete(context, endpoint, listed, now)
+        return _delete(context, endpoint, record, listed, now)
     if not record.suspended and (rollout := _expire_model(context, record, now)):
         return rollout
-    if any(is_left_over(record, resource) for resource in listed):
+    if record.suspended and not context.platforms.named(record.type).keeps_revisions:
+        _end_left(context, record, listed)
+    elif any(is_left_over(record, resource) for resource in listed):
         prune(context, record)
-    return ""
+    return "" if record.suspended else _restore(context, record, now)
 
 
 def _keep_budget(context: Context, record: EndpointRecord) -> EndpointRecord:
@@ -110,11 +113,38 @@ def _expire_model(context: Context, record: EndpointRecord, now: datetime) -> st
     return rollout
 
 
-def _delete(context: Context, endpoint: str, listed: Iterable[Listed], now: datetime) -> str:
+def _end_left(context: Context, record: EndpointRecord, listed: Iterable[Listed]) -> None:
+    """Delete what a late call has made of a suspended endpoint, where nothing of it may remain."""
+    own = (each for each in listed if each.name == record.service or names.is_of_endpoint(each.name, record.name))
+    for resource in own:
+        if context.endpoints.record(record.name) != record:
+            return  # it is being resumed
+        message = "of an endpoint that is suspended"
+        context.log(message, stage="sweep", severity="WARNING", endpoint=record.name, resource=resource.name)
+        context.platforms.owner(resource.kind).teardown(context.cloud, resource.kind, resource.name)
+
+
+def _restore(context: Context, record: EndpointRecord, now: datetime) -> str:
+    """Begin a rollout that starts the revision that serves anew, if its machine has ended; its id, or ""."""
+    last = next(reversed(record.rollouts), None)
+    has_failed = last is not None and last.kind == "resume" and last.state is RolloutState.ROLLED_BACK
+    if has_failed and last is not None and last.ended is not None and now - last.ended < RESTORES_AFTER:
+        return ""
+    if not is_lost(context, record):
+        return ""
+    rollout = names.rollout_id(SWEEP, f"{record.name} {record.stable} restores after {last.id if last else ''}")
+    restore(context, record, rollout, f"{SWEEP}: its machine has ended")
+    return rollout
+
+
+def _delete(
+    context: Context, endpoint: str, record: EndpointRecord | None, listed: Iterable[Listed], now: datetime
+) -> str:
     """Delete the services of an endpoint that serves nothing, unless they are as new as a record may be."""
-    old = [each for each in listed if each.created is not None and now - each.created > START_WITHIN]
+    own = record.service if record is not None else ""  # a record of Cloud DNS tells no time
+    old = [each for each in listed if (now - each.created > START_WITHIN if each.created else each.name == own)]
     for resource in old:
-        if not names.is_of_endpoint(resource.name, endpoint):
+        if resource.name != own and not names.is_of_endpoint(resource.name, endpoint):
             message = f"{resource.name} is not deleted: its label says endpoint {endpoint}, its name does not"
             raise CloudError(ErrorClass.CONFIG, message, "find out who set its labels")
         message = "of an endpoint that serves nothing"
