@@ -66,6 +66,9 @@ class Platform:
         self._fails = fails
         self.since: list[Any] = []
 
+    def why_whole(self, service: str) -> str:
+        return ""
+
     def counted(self, cloud: Any, service: str, since: Any) -> dict[str, Counted]:
         if self._fails:
             raise CloudError(ErrorClass.PERMISSION, "no access, Bearer abcdefghijklmnopqrstuvwxyz0123456789")
