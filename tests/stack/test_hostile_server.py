@@ -38,7 +38,14 @@ from dropforge.cloud.clients import Clients
 other, specs = os.environ["VICTIM"], os.environ["SPECS_BUCKET"]
 bucket, run = os.environ["DROPFORGE_MODEL_URI"].removeprefix("gs://").split("/models/")
 assert not {"DROPFORGE_ACCESS_REQUEST", "DROPFORGE_RUN_KEY"} & set(os.environ)
-(lender,) = (child for child in psutil.Process().children() if "bucket_tokens" in str(child.cmdline()))
+def words(child):
+    try:
+        return str(child.cmdline())
+    except psutil.ZombieProcess:  # of the server's start, such as the process that waits until it is ready
+        return ""
+
+
+(lender,) = (child for child in psutil.Process().children() if "bucket_tokens" in words(child))
 assert "DROPFORGE_RUN_KEY" not in lender.environ()
 request = json.loads(lender.environ()["DROPFORGE_ACCESS_REQUEST"])
 of_another = Clients({**lender.environ(), "DROPFORGE_ACCESS_REQUEST": json.dumps({**request, "run": other})})
