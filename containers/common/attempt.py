@@ -32,7 +32,7 @@ from .stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped,
 class Attempt:
     """The job of this process and the objects that every step of it uses. `client` is Cloud Storage's.
 
-    `given` is the spec as the function `access` gave it; None: it is in the runs bucket.
+    `given_spec` returns the spec that came with the run's token; None: the spec is in the runs bucket.
     """
 
     job: Job
@@ -42,7 +42,7 @@ class Attempt:
     reporter: Reporter
     client: Any
     checkpoints: CheckpointStore
-    given: Callable[[], Any]
+    given_spec: Callable[[], Any]
 
     def resend_success(self) -> bool:
         """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
@@ -61,8 +61,7 @@ class Attempt:
         return spec
 
     def _spec_document(self) -> bytes:
-        given = self.given()
-        if given is not None:
+        if (given := self.given_spec()) is not None:
             return json.dumps(given).encode()
         stored = self.client.bucket(self.job.bucket).blob(spec_object(self.job.run))
         return bytes(stored.download_as_bytes())

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from .base import names
-from .base.errors import CloudError, ErrorClass, Refused
+from .base.errors import CloudError, ErrorClass, OverQuota
 from .base.redact import cut
 from .context import Context
 from .run.record import Ledger, LedgerEntry, Record, ResourceState
@@ -30,7 +30,7 @@ def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False)
 def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Deleted:
     """Start, or continue, the deletion of every remaining resource in a ledger. The caller notes what is gone.
 
-    A resource that cannot be deleted does not stop the others: its CloudError is raised after them; Refused only if
+    A resource that cannot be deleted does not stop the others: its CloudError is raised after them; OverQuota only if
     every refusal is one.
     """
     run, deleted, refusals = ledger.run, Deleted([], []), []
@@ -48,7 +48,7 @@ def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Dele
             deleted.remaining.append(entry)
     if refusals:
         note_gone(context, run, deleted)
-        raise min(refusals, key=lambda refusal: isinstance(refusal, Refused))
+        raise min(refusals, key=lambda refusal: isinstance(refusal, OverQuota))
     return deleted
 
 

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import storage
 
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest, Source
 from dropforge.run.proof import with_proof
-from dropforge_local.base.clock import SystemClock
-from dropforge_local.base.db import Database
-from dropforge_local.base.server import BackgroundServer
-from dropforge_local.emulators.storage import StorageEmulator
 
 RUN = "tiny-0123456789ab"
 KEY, OTHER_KEY = "k" * 64, "o" * 64
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    directory = tmp_path_factory.mktemp("storage")
-
-    def build() -> list[StorageEmulator]:
-        return [StorageEmulator(Database(directory / "state.db"), directory / "blobs", SystemClock())]
-
-    with BackgroundServer(build) as server:
-        options = {"api_endpoint": server.url}
-        client = storage.Client(project="p", credentials=AnonymousCredentials(), client_options=options)
-        yield client
-        client.close()
 
 
 @pytest.fixture

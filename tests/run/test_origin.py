@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
 from dropforge.base import names
@@ -34,28 +32,10 @@ from dropforge.run.origin import (
     find_origin,
     manifest_digest,
 )
-from dropforge_local.base.clock import SystemClock
-from dropforge_local.base.db import Database
-from dropforge_local.base.server import BackgroundServer
-from dropforge_local.emulators.storage import StorageEmulator
 
 THEIRS, COPY = "theirs-0123456789ab", names.copy_id("rollout-1")
 KEY, OTHER_KEY = "k" * 64, "o" * 64
 FILES = {"attempt-2/model/a.safetensors": b"a" * 1000, "attempt-2/model/b.safetensors": b"b" * 1000}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    directory = tmp_path_factory.mktemp("storage")
-
-    def build() -> list[StorageEmulator]:
-        return [StorageEmulator(Database(directory / "state.db"), directory / "blobs", SystemClock())]
-
-    with BackgroundServer(build) as server:
-        options = {"api_endpoint": server.url}
-        client = storage.Client(project="p", credentials=AnonymousCredentials(), client_options=options)
-        yield client
-        client.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from random import SystemRandom
@@ -38,13 +38,13 @@ from dropforge_local.stack.deployment import OTHER_RUNS_BUCKET
 
 from ..deployments import clients, here
 from .conftest import User
-from .named import EVERY, KINDS, OPERATIONS, Load, Named, is_told
-from .test_endpoints import REQUESTS, lent, ran
+from .named import OPERATIONS, Load, Named, is_told
+from .test_endpoints import REQUESTS, any_named, lent, named, ran
 from .test_every_write import Deaths, call_until_final, write_of
 from .test_runs import call, run_events
 from .visitor import Visitor, link, visitor
 
-__all__ = ["link", "visitor"]  # fixtures
+__all__ = ["any_named", "link", "named", "visitor"]  # fixtures
 GATE = {"error": {"error_class": "gate", "message": "exact_match is 0.1; expected at least 0.5"}}
 
 
@@ -113,18 +113,6 @@ def copies(named: Named) -> dict[str, list[str]]:
     """The objects below models/ of each run that a rollout of the endpoint has made for a copy."""
     runs = [rollout.run for rollout in named.record.rollouts if names.is_copy(rollout.run)]
     return {run: list(named.user.store.names(model_prefix(run))) for run in runs}
-
-
-@pytest.fixture(params=KINDS)
-def named(user: User, request: pytest.FixtureRequest) -> Iterator[Named]:
-    with lent(user, request.param) as named:
-        yield named
-
-
-@pytest.fixture(params=EVERY)
-def any_named(user: User, request: pytest.FixtureRequest) -> Iterator[Named]:
-    with lent(user, request.param) as named:
-        yield named
 
 
 def test_a_model_of_another_deployment_serves_from_a_copy_that_this_one_proves(any_named: Named) -> None:

@@ -6,7 +6,7 @@ DropforgeError
 ├── Malformed          a stored object is not what its name says: a finding about that object alone
 ├── Conflict           another writer changed the record first: read it again, decide again
 ├── CloudError         a Google API refused or failed; carries an ErrorClass
-│   └── Refused        it did nothing, for a quota or a rate that frees itself: wait, or ask in another place
+│   └── OverQuota      it did nothing, for a quota or a rate that frees itself: wait, or ask in another place
 └── RetryLater         not an error of the run: raised so that Eventarc delivers the event again
 """
 
@@ -105,8 +105,8 @@ class CloudError(DropforgeError):
         self.hint = hint
 
 
-class Refused(CloudError):
-    """A change that was refused for a quota or a rate, and did nothing. The same request may succeed later.
+class OverQuota(CloudError):
+    """Google refused a change for a quota or a rate, and did nothing. The same request may succeed later.
 
     `is_sure`: an earlier request for the same change did nothing, either.
     """

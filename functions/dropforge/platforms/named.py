@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple, Protocol
@@ -64,6 +65,23 @@ class Counted(Stored):
     @property
     def error_rate(self) -> float:
         return self.errors / self.requests if self.requests else 0.0
+
+
+def count(requests: Iterable[tuple[str, bool, int]], latencies: Iterable[tuple[str, float]]) -> dict[str, Counted]:
+    """The counts by revision. `requests` tell the revision, whether the answers were errors, and how many there were.
+
+    Of several latencies of a revision, in ms, the longest counts.
+    """
+    total, errors, longest = Counter[str](), Counter[str](), dict[str, float]()
+    for revision, is_error, number in requests:
+        total[revision] += number
+        errors[revision] += number if is_error else 0
+    for revision, latency in latencies:
+        longest[revision] = max(longest.get(revision, 0.0), latency)
+    return {
+        revision: Counted(requests=total[revision], errors=errors[revision], latency_ms=longest.get(revision))
+        for revision in total
+    }
 
 
 class RevisionGone(CloudError):

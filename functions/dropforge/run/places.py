@@ -28,6 +28,16 @@ class Rule(NamedTuple):
     usd: float | None
 
     @property
+    def max_runs(self) -> str:
+        """The name of the limit `runs` in the policy."""
+        return f"{self.name}max_runs"
+
+    @property
+    def max_usd(self) -> str:
+        """The name of the limit `usd` in the policy."""
+        return f"{self.name}max_usd_per_day"
+
+    @property
     def key(self) -> str:
         """The same for the same labels, wherever the policy has them."""
         return ",".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
@@ -138,7 +148,7 @@ class _Room:
         mine = _of(entry, self.rules)
         poor = [rule for rule in mine if self._is_short(rule, entry)]
         crowded = [rule for rule in mine if rule.runs is not None and self.held[rule.key] >= rule.runs]
-        limits = [f"{rule.name}max_runs" for rule in crowded] + [f"{rule.name}max_usd_per_day" for rule in poor]
+        limits = [rule.max_runs for rule in crowded] + [rule.max_usd for rule in poor]
         if not poor and not any(self.waiting[limit] for limit in limits):
             places = [rule for rule in mine if not crowded or not all(rule.covers(full.labels) for full in crowded)]
             self.held.update({rule.key for rule in places})

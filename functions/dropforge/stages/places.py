@@ -149,7 +149,7 @@ def _pending(context: Context, record: Record, spec: JobSpec, wait: Wait, now: d
 def _not_entered(context: Context, record: Record, rules: list[Rule], now: datetime) -> Pending:
     """The answer for a run that could not enter the places. Its record says that the run waits, behind the others."""
     if record.queued is None:
-        limit = next(f"{rule.name}{'max_runs' if rule.runs is not None else 'max_usd_per_day'}" for rule in rules)
+        limit = rules[0].max_usd if rules[0].runs is None else rules[0].max_runs
         place = len(_read(context)[0].waiting) + 1
         context.store.update(record.run, lambda latest: latest.with_wait(limit, place, now))
     return _turn(record.queued.since if record.queued else record.created, now)

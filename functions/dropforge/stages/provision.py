@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from dropforge.base.errors import CloudError, ErrorClass, Refused
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
@@ -176,7 +176,7 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
     asked, turn, is_sure = context.now(), 0.0, True
     try:
         waits = target.provision(context.cloud, launch)
-    except Refused as refused:
+    except OverQuota as refused:
         if refused.error_class.moves_on and _has_untried_placement(record, launch.spec):
             raise
         # Many runs may wait for the same quota, and each request counts for the rate: the longer, the rarer.

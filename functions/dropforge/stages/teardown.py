@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Literal
 
-from dropforge.base.errors import CloudError, Refused
+from dropforge.base.errors import CloudError, OverQuota
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
@@ -61,7 +61,7 @@ def teardown(
         is_kept = keep_endpoint and record.cancel_requested is None
         try:
             deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
-        except Refused:
+        except OverQuota:
             _announce(context, record, scope)
             return _later(context, record, scope)
         except CloudError:

@@ -102,5 +102,5 @@ def test_the_spec_is_read_from_the_bucket_only_if_it_did_not_come_with_the_token
     parts: Any = dict.fromkeys(("stop", "reporter", "checkpoints"))
     job = Job.from_environment(ENVIRONMENT)
     parts |= {"job": job, "directory": tmp_path, "redact": Redactor(), "client": bucket}
-    spec = Attempt(**parts, given=lambda: document | {"name": "given"} if given else None).load_spec()
+    spec = Attempt(**parts, given_spec=lambda: document | {"name": "given"} if given else None).load_spec()
     assert spec.name == ("given" if given else "stored")

@@ -13,7 +13,7 @@ from google.cloud import run_v2
 
 from dropforge.base import names
 from dropforge.base.clock import Clock
-from dropforge.base.errors import CloudError, ErrorClass, Refused
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.cloud.context import Cloud
 from dropforge.platforms.cloud_run.serve import CloudRunService, service_name
 from dropforge.platforms.cloud_run.train import CloudRunJobs, execution_name, job_name, job_request
@@ -223,12 +223,12 @@ def test_a_create_that_is_refused_for_a_quota_did_nothing_unless_an_earlier_one_
 
     api, had_effect = CloudRun(), CloudRun(job())
     api.create_job = had_effect.create_job = refuse  # type: ignore[method-assign]
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(OverQuota) as refused:
         CloudRunJobs().provision(api.cloud(), LAUNCH)
     assert refused.value.is_sure
     assert CloudRunJobs().provision(had_effect.cloud(), LAUNCH) is None
     api.get_job = _too_often  # type: ignore[method-assign, assignment]
-    with pytest.raises(Refused) as unsure:
+    with pytest.raises(OverQuota) as unsure:
         CloudRunJobs().provision(api.cloud(), LAUNCH)
     assert not unsure.value.is_sure
 
@@ -240,7 +240,7 @@ def _too_often(**_: Any) -> None:
 def test_a_deletion_that_is_refused_for_a_rate_did_nothing() -> None:
     api = CloudRun(job())
     api.delete_job = _too_often  # type: ignore[method-assign, assignment]
-    with pytest.raises(Refused, match="per minute"):
+    with pytest.raises(OverQuota, match="per minute"):
         CloudRunJobs().teardown(api.cloud(), "run.googleapis.com/Job", JOB)
 
 

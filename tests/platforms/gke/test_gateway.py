@@ -6,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from dropforge.platforms.serving import Deployment
 from dropforge_local.stack.deployment import cluster_objects
 
 from ...deployments import here
-from .test_named import Endpoint
+from .test_named import Endpoint, meddling
 from .test_serve import Cloud, cloud
 
 __all__ = ["cloud"]  # a fixture
@@ -104,19 +104,6 @@ def test_weights_move_by_a_conditional_change_and_only_once_every_proxy_has_them
         endpoint.split((3, 10), (2, 90))
     assert endpoint.weights == {endpoint.revision(2): 100, endpoint.revision(1): 0}
     endpoint.delete()
-
-
-def meddling(endpoint: Routed) -> Callable[[Kubernetes, str], Any]:
-    """A read of the route that is followed by another caller's change."""
-    read = Kubernetes.get
-
-    def get(api: Kubernetes, name: str) -> Any:
-        found = read(api, name)
-        if name == endpoint.service:
-            assert api.patch(name, {"metadata": {"annotations": {"who": "another"}}})
-        return found
-
-    return get
 
 
 def test_a_revision_that_the_route_names_is_not_pruned_and_a_missing_one_is_not_named(region: Cloud) -> None:

@@ -110,7 +110,7 @@ def test_requests_move_by_a_conditional_switch_to_ready_pods_only(cloud: Cloud) 
 
 
 def meddling(endpoint: Endpoint) -> Callable[[Kubernetes, str], Any]:
-    """A read of the Service that is followed by another caller's change."""
+    """A read of the object with the endpoint's address, followed by another caller's change."""
     read = Kubernetes.get
 
     def get(api: Kubernetes, name: str) -> Any:

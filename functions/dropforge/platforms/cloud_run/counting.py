@@ -5,14 +5,13 @@ Metrics: https://cloud.google.com/monitoring/api/metrics_gcp_p_z#gcp-run (each m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
 from dropforge.cloud import monitoring
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.monitoring import Json
-from dropforge.platforms.named import Counted
+from dropforge.platforms.named import Counted, count
 
 REQUESTS, LATENCIES = "run.googleapis.com/request_count", "run.googleapis.com/request_latencies"
 REVISION, STATUS = "resource.label.revision_name", "metric.label.response_code_class"
@@ -20,19 +19,19 @@ REVISION, STATUS = "resource.label.revision_name", "metric.label.response_code_c
 
 def counted(cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
     """The requests of each revision of a service since a time. Raises requests' and google-auth's errors."""
-    requests, errors, latencies = Counter[str](), Counter[str](), dict[str, float]()
-    for series, value in _values(cloud, service, since, REQUESTS, monitoring.SUM, REVISION, STATUS):
-        revision = series["resource"]["labels"]["revision_name"]
-        requests[revision] += int(value["int64Value"])
-        if series["metric"]["labels"]["response_code_class"] == "5xx":
-            errors[revision] += int(value["int64Value"])
-    for series, value in _values(cloud, service, since, LATENCIES, monitoring.PERCENTILE_95, REVISION):
-        revision = series["resource"]["labels"]["revision_name"]
-        latencies[revision] = max(latencies.get(revision, 0.0), float(value["doubleValue"]))
-    return {
-        revision: Counted(requests=requests[revision], errors=errors[revision], latency_ms=latencies.get(revision))
-        for revision in requests
-    }
+    requests = _values(cloud, service, since, REQUESTS, monitoring.SUM, REVISION, STATUS)
+    latencies = _values(cloud, service, since, LATENCIES, monitoring.PERCENTILE_95, REVISION)
+    return count(
+        (
+            (_revision(series), series["metric"]["labels"]["response_code_class"] == "5xx", int(value["int64Value"]))
+            for series, value in requests
+        ),
+        ((_revision(series), float(value["doubleValue"])) for series, value in latencies),
+    )
+
+
+def _revision(series: Json) -> str:
+    return str(series["resource"]["labels"]["revision_name"])
 
 
 def _values(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass, Refused
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
@@ -78,7 +78,7 @@ class CloudRunJobs:
                 return Waits(f"{job_name(launch)} is being deleted")
         except client_errors() as error:
             problem = _problem(error)
-            if not isinstance(problem, Refused):
+            if not isinstance(problem, OverQuota):
                 raise problem from error
             self._check_refused(cloud, launch, problem)
         return None
@@ -138,14 +138,14 @@ class CloudRunJobs:
             check_owner(job.name, job.labels, launch.run)
         return job is not None
 
-    def _check_refused(self, cloud: Cloud, launch: Launch, refused: Refused) -> None:
+    def _check_refused(self, cloud: Cloud, launch: Launch, refused: OverQuota) -> None:
         """Raise the refusal of a create, unless an earlier create whose answer was lost has created the job."""
         try:
             is_created = self._is_own(cloud, launch)
         except CloudError as error:
             if error.error_class is not ErrorClass.TRANSIENT:
                 raise
-            raise Refused(refused.error_class, refused.message, refused.hint, is_sure=False) from error
+            raise OverQuota(refused.error_class, refused.message, refused.hint, is_sure=False) from error
         if not is_created:
             raise refused
 
@@ -203,7 +203,7 @@ def _problem(error: Exception) -> CloudError:
     problem = classify(error)
     if status_of(error) != "RESOURCE_EXHAUSTED" or problem.error_class is ErrorClass.STOCKOUT:
         return problem
-    return Refused(problem.error_class, problem.message, problem.hint)
+    return OverQuota(problem.error_class, problem.message, problem.hint)
 
 
 def _cancel_execution(cloud: Cloud, job: str) -> None:

@@ -12,7 +12,6 @@ Policies: https://cloud.google.com/kubernetes-engine/docs/how-to/configure-gatew
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
@@ -23,7 +22,7 @@ from dropforge.cloud import monitoring
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes, Object
-from dropforge.platforms.named import Counted, Share, owner_labels
+from dropforge.platforms.named import Counted, Share, count, owner_labels
 from dropforge.platforms.serving import Deployment
 
 from .front import Kinds, Urls, sibling
@@ -186,18 +185,15 @@ def _groups(service: Object) -> list[str]:
 
 
 def _counted(cloud: Cloud, revision_of: dict[str, str], since: datetime) -> dict[str, Counted]:
-    requests, errors, latencies = Counter[str](), Counter[str](), dict[str, float]()
-    for group, labels, value in _values(cloud, revision_of, since, REQUESTS, monitoring.SUM, GROUP, STATUS):
-        requests[revision_of[group]] += int(value["int64Value"])
-        if labels["response_code_class"] == SERVER_ERROR:
-            errors[revision_of[group]] += int(value["int64Value"])
-    for group, _, value in _values(cloud, revision_of, since, LATENCIES, monitoring.PERCENTILE_95, GROUP):
-        revision = revision_of[group]
-        latencies[revision] = max(latencies.get(revision, 0.0), float(value["doubleValue"]))
-    return {
-        revision: Counted(requests=requests[revision], errors=errors[revision], latency_ms=latencies.get(revision))
-        for revision in requests
-    }
+    requests = _values(cloud, revision_of, since, REQUESTS, monitoring.SUM, GROUP, STATUS)
+    latencies = _values(cloud, revision_of, since, LATENCIES, monitoring.PERCENTILE_95, GROUP)
+    return count(
+        (
+            (revision_of[group], labels["response_code_class"] == SERVER_ERROR, int(value["int64Value"]))
+            for group, labels, value in requests
+        ),
+        ((revision_of[group], float(value["doubleValue"])) for group, _, value in latencies),
+    )
 
 
 def _values(

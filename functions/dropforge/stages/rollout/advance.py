@@ -124,7 +124,7 @@ def _copy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | N
     if copied is not None:
         context.endpoints.update(record.name, lambda latest: latest.with_copied(mine.id, copied))
         _wait(context, record, mine, f"its model is being copied: {copied.path}")
-        return Pending(wait_seconds=LOOK_SECONDS)
+        return Pending(wait_seconds=LOOK_SECONDS)  # the copy continues only while this function is called
     _begin_revision(context, record, mine)
     return None
 
@@ -357,8 +357,8 @@ def _undo(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | N
 
 
 def _is_alone(context: Context, record: EndpointRecord, mine: Rollout) -> bool:
-    """Whether a rollout was to start the revision that serves anew, which so has no machine that is known to answer."""
-    return record.stable == mine.revision != 0 and not context.platforms.named(record.type).keeps_revisions
+    """Whether a rollout was to start the revision that serves anew: no machine of this revision has answered yet."""
+    return record.stable == mine.revision and not context.platforms.named(record.type).keeps_revisions
 
 
 def _end_alone(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:

@@ -13,7 +13,7 @@ from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
-from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
+from ..kit.relay import copy_body, cut, end_to_end, refuse, request_upstream, response_for
 from .instances import Instance, Pool
 from .workloads import Unready
 
@@ -53,14 +53,14 @@ class Listener:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if not self._is_allowed(request.headers):
-            return _refuse(403, "Your client does not have permission to get this URL from this server.")
+            return refuse(403, "Your client does not have permission to get this URL from this server.")
         if (request.content_length or 0) > LARGEST_REQUEST:
-            return _refuse(413, f"The request is larger than {LARGEST_REQUEST} bytes.")
+            return refuse(413, f"The request is larger than {LARGEST_REQUEST} bytes.")
         if "upgrade" in request.headers.get("Connection", "").lower():
-            return _refuse(501, "WebSockets are not emulated by the local stack.")
+            return refuse(501, "WebSockets are not emulated by the local stack.")
         pool = self._route()
         if pool is None:
-            return _refuse(503, "Service Unavailable: no revision is ready.")
+            return refuse(503, "Service Unavailable: no revision is ready.")
         began = asyncio.get_running_loop().time()
         response = await self._answer(request, pool)
         self._count(pool, response.status, asyncio.get_running_loop().time() - began)
@@ -71,11 +71,11 @@ class Listener:
             async with asyncio.timeout(pool.revision.timeout.total_seconds()):
                 return await self._serve(request, pool)
         except Unready as error:
-            return _refuse(503, f"Service Unavailable: {error.message}")
+            return refuse(503, f"Service Unavailable: {error.message}")
         except TimeoutError:
             if not request.get(HEAD_SENT):
-                return _refuse(504, "upstream request timeout")
-            return _cut(request)
+                return refuse(504, "upstream request timeout")
+            return cut(request)
 
     async def _serve(self, request: web.BaseRequest, pool: Pool) -> web.StreamResponse:
         for attempt in range(2):
@@ -91,7 +91,7 @@ class Listener:
                 break
             finally:
                 pool.release()
-        return _refuse(503, "Service Unavailable: the instance could not be reached, or it ended.")
+        return refuse(503, "Service Unavailable: the instance could not be reached, or it ended.")
 
     async def _forward(self, request: web.BaseRequest, instance: Instance) -> web.StreamResponse:
         url = URL(f"{instance.url}{request.raw_path}", encoded=True)
@@ -102,7 +102,7 @@ class Listener:
             try:
                 await copy_body(upstream, response)
             except (aiohttp.ClientError, ConnectionError):
-                return _cut(request)
+                return cut(request)
             return response
 
 
@@ -111,14 +111,3 @@ def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:
     headers.add("X-Forwarded-For", request.remote or HOST)
     headers["X-Forwarded-Proto"] = request.scheme
     return headers
-
-
-def _cut(request: web.BaseRequest) -> web.Response:
-    """Close the connection: after the head, nothing else tells the client that an answer is incomplete."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response(status=502)
-
-
-def _refuse(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=f"{text}\n")

@@ -49,3 +49,15 @@ def end_to_end(headers: Mapping[str, str], dropped: Iterable[str] = ()) -> CIMul
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     removed = HOP_BY_HOP.union(named, dropped)
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in removed)
+
+
+def cut(request: web.BaseRequest) -> web.Response:
+    """Close the connection: after the head, nothing else tells the client that an answer is incomplete."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+def refuse(status: int, text: str) -> web.Response:
+    """The answer of the platform itself, in the place of the server's."""
+    return web.Response(status=status, text=f"{text}\n")

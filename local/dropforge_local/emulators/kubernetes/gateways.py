@@ -25,7 +25,7 @@ from dropforge_local.base.ports import HOST
 
 from ..cloudrun.counts import Answered, Counts
 from ..kit.background import Background, stop_all
-from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
+from ..kit.relay import copy_body, cut, end_to_end, refuse, request_upstream, response_for
 from .config import KubernetesConfig
 from .controllers.loop import Key
 from .controllers.owned import Tools, all_keys
@@ -267,10 +267,10 @@ class Gateways:
     async def _handle(self, key: Key, request: web.BaseRequest) -> web.StreamResponse:
         rule, prefix = self._rule(key, request.path)
         if rule is None:
-            return _refuse(404, "fault filter abort")
+            return refuse(404, "fault filter abort")
         references = [each for each in rule.get("backendRefs", ()) if each["weight"]]
         if not references:
-            return _refuse(503, "no healthy upstream")
+            return refuse(503, "no healthy upstream")
         chosen = random.choices(references, [each["weight"] for each in references])[0]
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -296,12 +296,12 @@ class Gateways:
         try:
             async with asyncio.timeout(policy.get("timeoutSec", TIMEOUT_SECONDS)):
                 local = await self._target(namespace, chosen)
-                return await self._forward(request, local, path) if local else _refuse(503, "no healthy upstream")
+                return await self._forward(request, local, path) if local else refuse(503, "no healthy upstream")
         except TimeoutError:
-            return _cut(request) if request.get(HEAD_SENT) else _refuse(504, "upstream request timeout")
+            return cut(request) if request.get(HEAD_SENT) else refuse(504, "upstream request timeout")
         except aiohttp.ClientConnectionError as error:
             log.info("request to service %s failed: %s", chosen["name"], error)
-            return _cut(request) if request.get(HEAD_SENT) else _refuse(503, "upstream connect error")
+            return cut(request) if request.get(HEAD_SENT) else refuse(503, "upstream connect error")
 
     async def _target(self, namespace: str, chosen: Object) -> int | None:
         """The local port of a healthy pod of a service; they take turns."""
@@ -340,7 +340,7 @@ class Gateways:
             try:
                 await copy_body(upstream, response)
             except (aiohttp.ClientError, ConnectionError):
-                return _cut(request)
+                return cut(request)
             return response
 
 
@@ -365,14 +365,3 @@ def _rewritten(rule: Object, prefix: str, path: str) -> str:
 
 def _owner(key: Key) -> str:
     return f"gateway {' '.join(key)}"  # without "/", which is in the names of services
-
-
-def _cut(request: web.BaseRequest) -> web.Response:
-    """Close the connection: after the head, nothing else tells the client that an answer is incomplete."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response(status=502)
-
-
-def _refuse(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=f"{text}\n")
