@@ -96,5 +96,5 @@ def _parts(record: str) -> tuple[str, str, str]:
 
 
 def _data(read: dict[str, Any]) -> dict[str, Any]:
-    """What a change must name of a record. Somebody may have given it a routing policy in the place of addresses."""
+    """The fields of a record that its deletion must repeat. A user may have set a routing policy, and no addresses."""
     return {key: read[key] for key in ("name", "type", "ttl", "rrdatas", "routingPolicy") if key in read}

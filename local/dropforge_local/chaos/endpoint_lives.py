@@ -65,7 +65,7 @@ class Place(Protocol):
         """The simulated clients, by their names in clients.py."""
 
     def shown(self, endpoint: str) -> dict[str, Any] | None:
-        """What the cloud has of an endpoint, for the rules; None if there is nothing."""
+        """The parts of an endpoint that the cloud has, for the rules; None without any."""
 
     def plan_harm(self, endpoint: str, seconds: float) -> None:
         """Plan what people and Google do to an endpoint in this time, by the faults of the seed."""

@@ -95,7 +95,7 @@ class EndpointLife:
         return bool(harm) and not any(harm < when <= time for when, _ in self.pointed)
 
     def cost(self, since: float, until: float, vm: Vm | None = None) -> float:
-        """What the instances, or one machine, have cost between two times, in US dollars."""
+        """The cost of the instances, or of one machine, between two times, in US dollars."""
         own = [(vm.running, 1), (min(vm.ended, self.end), 0)] if vm is not None else []
         changes = [*(own or self.paying), (self.end, 0)]
         spans = ((max(a, since), min(b, until), number) for (a, number), (b, _) in pairwise(changes))
@@ -383,7 +383,7 @@ def _read_vms(history: History, lives: dict[str, EndpointLife]) -> None:
 
 
 def _note(fact: Fact, life: EndpointLife, vm: Vm) -> None:
-    """What happened to a machine."""
+    """The events in the life of a machine."""
     if fact.kind == "running":
         vm.running, vm.address = fact.time, fact.data["address"]
     elif fact.kind == "fault":

@@ -68,7 +68,7 @@ def refuse(world: World, quota: str, place: str, job: str = "") -> None:
 
 
 class LimitedStorage(Storage):
-    """One write a second to an object, and a rate for each bucket that grows while it is used."""
+    """An object takes one write a second. Each bucket has a rate, which grows while callers use the bucket."""
 
     def __init__(self, quotas: Quotas, world: World, buckets: tuple[str, ...]) -> None:
         super().__init__(world, buckets)

@@ -49,7 +49,7 @@ class NamedVms:
         return {**self.tpu.clients(), **self.dns.clients(), "endpoint": lambda audience, key="": session}
 
     def shown(self, endpoint: str) -> dict[str, Any] | None:
-        """What exists of an endpoint: the machine to which its name points, and all its machines."""
+        """The parts of an endpoint that exist: the machine to which its name points, and all its machines."""
         own = [node.name for node in self._nodes(endpoint)]
         queued = [each.name for each in self.tpu.queued.values() if _is_of(each.node, endpoint)]
         address = self.dns.address(_name(endpoint))

@@ -128,7 +128,7 @@ def a_lost_name_comes_back(life: EndpointLife) -> Iterator[str]:
 
 
 def a_machine_that_nobody_needs_ends(life: EndpointLife) -> Iterator[str]:
-    """What no rollout moves and no record names is deleted by the next sweep that meets no fault."""
+    """The next sweep that meets no fault deletes each machine that no rollout moves and no record names."""
     for look in life.looks:
         record = life.record_at(look.began)
         changed = any(look.began - YOUNG_SECONDS < time <= look.ended for time, _ in life.records)

@@ -1,6 +1,6 @@
-"""What has the address of a named endpoint: a Service that selects the pods of one revision, or a route of a Gateway.
+"""The object with the address of a named endpoint: a Service, which selects one revision's pods, or a Gateway's route.
 
-The name of the endpoint's service says which: an endpoint keeps its address, so the endpoint keeps what has it.
+An endpoint keeps its address, so it keeps this object. The name of the endpoint's service says which object it is.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def workload_of(candidate: Candidate) -> Workload:
 
 
 def _front(service: str) -> Front:
-    """What has the address of an endpoint, by the name of its service."""
+    """The kind of object that has the address of an endpoint, by the name of its service."""
     return WeightedRoute() if f"/{ROUTES}/" in service else SelectingService()
 
 

@@ -62,7 +62,7 @@ def why_not_here(uri: str, settings: Settings) -> str:
 
 
 def rights(bucket: str) -> str:
-    """What gives the functions the right to read the bucket of another deployment."""
+    """How an operator gives the functions the right to read the bucket of another deployment."""
     return (
         f"`make deploy` with model_buckets grants roles/storage.objectViewer on gs://{bucket} to the accounts of the "
         f"functions on_spec_message and rollout: {PAGE}"
@@ -120,7 +120,7 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
 
 
 def _asked(look: Callable[[], T], bucket: str) -> T:
-    """What `look` finds in the bucket of another deployment. Raises Refused, and CloudError that may pass."""
+    """The result of `look`, which reads the bucket. Raises Refused, and CloudError for an error that may pass."""
     try:
         return look()
     except (NotFound, Malformed) as problem:
@@ -158,7 +158,7 @@ def _spec_here(settings: Settings, uri: str, text: bytes, endpoint: str, changes
 
 
 def _problems(spec: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
-    """What of the spec this deployment cannot or may not serve. Its target trains nothing here."""
+    """The problems of a spec that this deployment would serve. The spec's target trains nothing here."""
     assert spec.serve is not None, "it was given"
     yield from (each for each in policy_problems(spec, policy_of(settings.policy)) if each.pointer.startswith(SERVED))
     yield from spec.serve.missing(spec, settings)
