@@ -5,12 +5,14 @@ tools/docs.lock.txt pins its packages. Prints the path of the interpreter. Exit 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools import uv
 from tools.environment import ROOT, provide
 
 LOCK = ROOT / "tools" / "docs.lock.txt"
@@ -23,11 +25,10 @@ def main(target: str = "build/docs") -> int:
 def create(directory: Path) -> str:
     """Create the environment; return the installer's problem, or ""."""
     print(f"creating {directory} (40 MB, some seconds)", file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", str(directory)], check=True)
-    pip = [str(directory / "bin" / "python"), "-P", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    done = subprocess.run(
-        [*pip, "--no-deps", "--require-hashes", "--requirement", str(LOCK)], stderr=subprocess.PIPE, text=True
-    )
+    subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", "--without-pip", str(directory)], check=True)
+    command = [uv.program(), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
+    command += ["--no-deps", "--require-hashes", "--requirement", str(LOCK)]
+    done = subprocess.run(command, env={**os.environ, **uv.settings()}, stderr=subprocess.PIPE, text=True)
     return f"the site's packages cannot be installed: {done.stderr.strip()[-600:]}" if done.returncode else ""
 
 

@@ -32,7 +32,7 @@ def create(directory: Path) -> str:
         return "MaxText needs Python 3.12: no python3.12 in PATH, nor in pyenv's versions"
     size = "about 600 MB, one to five minutes"
     print(f"creating {directory} from {LOCK.relative_to(ROOT)} ({size})", file=sys.stderr, flush=True)
-    subprocess.run([python, "-m", "venv", "--clear", str(directory)], check=True)
+    subprocess.run([python, "-m", "venv", "--clear", "--without-pip", str(directory)], check=True)
     uv.install(directory / "bin" / "python", LOCK)
     return ""
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Self
@@ -147,7 +148,7 @@ def function_of(mutant: Mutant) -> str:
     place = source.index(mutant.old) if mutant.place is None else mutant.place
     same = next((at for at, pair in enumerate(zip(mutant.old, mutant.new, strict=False)) if len({*pair}) == 2), 0)
     line = source.count("\n", 0, place + same) + 1
-    names = [name for name, first, last in _functions(ast.parse(source), "") if first <= line <= last]
+    names = [name for name, first, last in _functions_of(source) if first <= line <= last]
     return f"{mutant.file}::{names[-1]}" if names else ""
 
 
@@ -159,6 +160,11 @@ def digest() -> str:
             if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts:
                 total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return total.hexdigest()[:16]
+
+
+@cache  # the catalogue has many mutants of one file
+def _functions_of(source: str) -> list[tuple[str, int, int]]:
+    return list(_functions(ast.parse(source), ""))
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:

@@ -20,7 +20,6 @@ from .hide import (
     DIRECTORY,
     ENVIRON,
     FEATURES,
-    LOOPBACK,
     NAMESPACE,
     PROC,
     REFUSED,
@@ -97,8 +96,8 @@ sleeper.kill()
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
 @pytest.mark.parametrize(
     "features",
-    [",".join(FEATURES), ",".join(SMALL), PROC, LOOPBACK, CGROUPS, TOOLS],
-    ids=["macos", "small Linux", PROC, LOOPBACK, CGROUPS, TOOLS],
+    [",".join(FEATURES), ",".join(SMALL)],
+    ids=["macos", "small Linux"],
 )
 def test_runs_on_cloud_run_and_gke_end_well_and_leave_nothing(features: str, tmp_path: Path) -> None:
     done = hidden(features, tmp_path, sys.executable, "-P", "-m", "tests.portable.drive", str(tmp_path / "stack"))
