@@ -204,8 +204,8 @@ def _drain(settings: Settings) -> list[str]:
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:
-    """No network; XLA's compiled programs, which take minutes, stay on disk for the next start."""
-    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
+    """No network, and a writable cache."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
 
 
 def _vllm_serve(settings: Settings, model: str, parsers: Parsers) -> list[str]:
