@@ -376,21 +376,21 @@ class Start:
         return start
 
 
-def watch(start: Start, port: int, bucket: str, run: str, kept: Kept | None, environment: Mapping[str, str]) -> None:
-    """Start a process that tells when vLLM answers, and then keeps what it has compiled; None: nothing.
+def watch(start: Start, address: str, bucket: str, run: str, kept: Kept | None, environment: Mapping[str, str]) -> None:
+    """Start a process that tells when vLLM answers at HOST:PORT, and then keeps what it has compiled; None: nothing.
 
     The calling process becomes vLLM. The process ends with it.
     """
     what = (kept.kind.name, kept.name, str(kept.directory)) if kept else ()
-    command = [sys.executable, "-m", "containers.serve_vllm.compiled", start.to_json(), str(port), bucket, run, *what]
+    command = [sys.executable, "-m", "containers.serve_vllm.compiled", start.to_json(), address, bucket, run, *what]
     subprocess.Popen(command, env=dict(environment), preexec_fn=die_with_parent())
 
 
 def main() -> None:
     """Wait until vLLM answers: it has compiled everything by then."""
-    text, port, bucket, run, *what = sys.argv[1:]
+    text, address, bucket, run, *what = sys.argv[1:]
     os.nice(10)  # requests come first
-    while not _is_healthy(port):
+    while not _is_healthy(address):
         time.sleep(_LOOK_SECONDS)
     client = Clients(dict(os.environ)).storage()
     Start.from_json(text).ready(client, bucket, run)
@@ -399,9 +399,9 @@ def main() -> None:
         keep(client, Kept(bucket, name, Path(directory), _KINDS[kind]))
 
 
-def _is_healthy(port: str) -> bool:
+def _is_healthy(address: str) -> bool:
     try:
-        with urlopen(f"http://127.0.0.1:{port}/health", timeout=_SECONDS) as response:
+        with urlopen(f"http://{address}/health", timeout=_SECONDS) as response:
             return bool(response.status == 200)
     except (URLError, OSError):
         return False

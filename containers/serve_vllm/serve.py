@@ -148,7 +148,7 @@ def become_vllm(
         compiling = compiled.environment(directory)
         start.done("compiled code")
     bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
-    compiled.watch(start, settings.port, bucket, run, kept, environment)
+    compiled.watch(start, settings.own_address, bucket, run, kept, environment)
     lent = lend(environment) if clients.run_credentials() else {}
     os.execvpe(command[0], command, {**os.environ, **lent, **compiling})
 
@@ -166,7 +166,7 @@ def become_vllm_tpu(
         kept = fetch_compiled(compiled.PROGRAMS, client, settings, manifest.run, model, arguments, directory)
         start.done("compiled code")
     bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
-    compiled.watch(start, settings.port, bucket, manifest.run, kept, clients.environment)
+    compiled.watch(start, settings.own_address, bucket, manifest.run, kept, clients.environment)
     command = vllm_tpu_argv(settings, str(work / "model"), parsers)
     compiling = compiled.tpu_environment(directory)
     os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work), **compiling})

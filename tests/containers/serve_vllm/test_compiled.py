@@ -396,7 +396,7 @@ def test_what_vllm_compiles_is_kept_once_it_answers(cloud: Any, kept: Kept, heal
         "-m",
         "containers.serve_vllm.compiled",
         Start(0.0).to_json(),
-        str(health.server_port),
+        f"127.0.0.1:{health.server_port}",
     ]
     process = subprocess.Popen(
         [*command, kept.bucket, RUN, kept.kind.name, kept.name, str(kept.directory)],

@@ -1,6 +1,7 @@
 """What XLA compiles on a TPU VM: a restart finds it on the machine's disk, and a new machine in the bucket.
 
-The serving container is real. A program stands for `vllm`, because the real one has no chips here.
+The serving container is real. A program stands for `vllm`, because the real one has no chips here
+(tests/images/containers/serve_chips).
 """
 
 from __future__ import annotations
@@ -27,28 +28,6 @@ from dropforge_local.base.ports import free_port
 from ..conftest import RUNS
 from .test_compiled import ROOT, files_below, metadata_server, zipped
 
-# It compiles two programs unless it finds them, as JAX does (jax/_src/lru_cache.py), and then answers.
-VLLM = """#!{python}
-import os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-
-class Health(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
-programs = Path(os.environ["VLLM_XLA_CACHE_PATH"])
-programs.mkdir(parents=True, exist_ok=True)
-for name in ("jit_step-0a-cache", "jit_sample-0b-cache"):
-    if (programs / name).exists():
-        print("found", name, flush=True)
-    else:
-        (programs / name).write_bytes(os.urandom(3000))
-        print("compiled", name, flush=True)
-server.serve_forever()
-"""
 COMPILED, FOUND = (
     [f"{word} jit_{name}-cache\n" for name in ("step-0a", "sample-0b")] for word in ("compiled", "found")
 )
@@ -71,6 +50,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((8, 8))).block_until_ready()
 print(json.dumps(counts))
 """
+IMAGE = ROOT / "tests" / "images" / "containers" / "serve_chips"
 CONFIG = '{"model_type": "qwen3"}'
 CHIPS = "serve.has_tpu = lambda: True"  # a TPU VM has devices in /dev
 
@@ -112,7 +92,7 @@ class Server:
     def environment(self) -> dict[str, str]:
         return {
             **self.cloud.environment(),
-            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{IMAGE}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
             "GCE_METADATA_HOST": self.metadata,
             "DROPFORGE_MODEL_URI": f"gs://{RUNS}/models/{self.run}",
@@ -142,13 +122,10 @@ def tpu_type() -> Iterator[str]:
 
 @pytest.fixture
 def server(cloud: Any, tpu_type: str, tmp_path: Path) -> Server:
-    run, program = f"chips-{uuid.uuid4().hex[:12]}", tmp_path / "bin" / "vllm"
-    for directory in (program.parent, model := tmp_path / "model"):
-        directory.mkdir()
+    run, model = f"chips-{uuid.uuid4().hex[:12]}", tmp_path / "model"
+    model.mkdir()
     (model / "config.json").write_text(CONFIG)
     cold_start.commit(cloud.client, RUNS, run, model)
-    program.write_text(VLLM.format(python=sys.executable))
-    program.chmod(0o755)
     return Server(cloud, run, tmp_path, tpu_type)
 
 
