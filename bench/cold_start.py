@@ -75,8 +75,8 @@ def _storage(directory: Path) -> StorageEmulator:
     return StorageEmulator(Database(directory / "state.db"), directory / "blobs", clock)
 
 
-def commit(client: Any, bucket: str, run: str, model: Path) -> None:
-    """Commit a model as if an attempt of the run had exported it."""
+def commit(client: Any, bucket: str, run: str, model: Path, key: str = "") -> None:
+    """Commit a model as if an attempt of the run had exported it. `key` is that of the run; "" if it has none."""
     files = upload_directory(client, model, f"{model_uri(bucket, run)}/attempt-1/model")
     below = [file.model_copy(update={"path": f"attempt-1/model/{file.path}"}) for file in files]
     source = Source(uri=str(model), revision="1")
@@ -90,7 +90,7 @@ def commit(client: Any, bucket: str, run: str, model: Path) -> None:
         serve_path="attempt-1/model",
         files=below,
     )
-    write_manifest(client, bucket, manifest)
+    write_manifest(client, bucket, manifest, key)
 
 
 def start(environment: Mapping[str, str], last: str) -> dict[str, Any]:

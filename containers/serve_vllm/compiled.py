@@ -5,8 +5,12 @@ The next start runs this code. So a server reads and writes only below the prefi
 model, so vLLM would not use the code that a server of another run compiled.
 
 Compiled code fits one machine at one path. vLLM notes absolute paths (vllm-project/vllm#52154), and its key does not
-tell two generations of GPUs apart. So the key has the image, the GPUs with their driver, the instructions of the CPU,
-the model's config.json, the arguments of the engine, and the path.
+tell two generations of GPUs apart. So the key has the image, the accelerators (GPUs with their driver, or the type of
+the TPU), the instructions of the CPU, the model's config.json, the arguments of the engine, and the path.
+
+On a TPU, XLA's programs are JAX's persistent compilation cache: a file for each program. JAX's own key tells programs,
+versions and accelerators apart, so a program of another machine would only be of no use. The directory is on the disk
+of the machine: the next container there uses what the container before has compiled, and downloads nothing.
 
 Nothing here stops a start: without an archive, the engine compiles.
 """
@@ -24,14 +28,16 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from dropforge.base import names
 from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
+from dropforge.cloud.run_access import HOST_VARIABLE
 from dropforge.run.starts import write_start
 
 from .children import die_with_parent
@@ -39,21 +45,59 @@ from .children import die_with_parent
 # A directory below the temporary directory, or an absolute path. Without it nothing is kept.
 VARIABLE = "DROPFORGE_COMPILE_CACHE"
 IMAGE_VARIABLE = "DROPFORGE_IMAGE"  # the reference of the container's image
-# Directories below the cache that hold compiled code. Others hold the model's files, or figures of this one machine.
-KEPT = ("vllm/torch_compile_cache", "vllm/modelinfos", "inductor", "triton")
-MOST_BYTES = 1 << 30  # of the files; on Cloud Run they are in the memory of the instance
-MOST_ARCHIVE_BYTES = 512 << 20
-MOST_FILES = 50_000
 _SECONDS = 30.0  # without a byte from Cloud Storage
 _TOTAL_SECONDS = 60.0  # of all tries of a request
 _LOOK_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 20
 # A driver's program is on the PATH on Cloud Run; on GKE it is where the device plugin mounts it.
 _NVIDIA_SMI = ("nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
+_COMPILERS = ("vllm", "torch-", "triton", "jax-", "jaxlib-", "libtpu-", "tpu_inference-")
+# Every TPU VM has this attribute: Ray reads the type of the TPU there, too
+# (https://github.com/ray-project/ray/blob/master/python/ray/_private/accelerators/tpu.py, 2026-11-27).
+_TPU_TYPE = "/computeMetadata/v1/instance/attributes/accelerator-type"
+_MOST_TYPE_BYTES = 100
 
 
 class Unfit(Exception):
     """What is to be kept, or was kept, breaks a limit."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an engine compiles, and the limits of an archive of it."""
+
+    name: str
+    places: tuple[str, ...]  # directories of compiled code; others have the model's files, or figures of one machine
+    most_bytes: int  # of the files
+    most_archive_bytes: int
+    most_files: int
+    compression: int  # a constant of zipfile
+    stays: bool  # on a disk that outlives the container
+
+
+# On Cloud Run, the files are in the memory of the instance.
+CODE = Kind(
+    name="code",
+    places=("vllm/torch_compile_cache", "vllm/modelinfos", "inductor", "triton"),
+    most_bytes=1 << 30,
+    most_archive_bytes=512 << 20,
+    most_files=50_000,
+    compression=zipfile.ZIP_DEFLATED,
+    stays=False,
+)
+# JAX compresses each program itself. A user of vLLM on TPUs reports 4 GB for a context of 22,528 tokens, which take a
+# minute from a bucket and 55 minutes to compile (github.com/SachinKonan/SkyRLTpu, tpu/start_vllm_tpu.sh, 2026-11-27).
+# While an archive is read or written, the boot disk of 100 GB has the programs twice, beside the image and the weights.
+PROGRAMS = Kind(
+    name="programs",
+    places=("xla",),
+    most_bytes=6 << 30,
+    most_archive_bytes=(6 << 30) + (64 << 20),  # with the names of the files
+    most_files=50_000,
+    compression=zipfile.ZIP_STORED,
+    stays=True,
+)
+_KINDS = {kind.name: kind for kind in (CODE, PROGRAMS)}
 
 
 @dataclass(frozen=True)
@@ -63,10 +107,11 @@ class Kept:
     bucket: str
     name: str
     directory: Path
+    kind: Kind = CODE
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """The variables by which vLLM, PyTorch and Triton write below the directory.
+    """The variables by which vLLM on a GPU or a CPU, PyTorch and Triton write below the directory.
 
     vLLM sets the last two itself when it compiles a model; kernels that it compiles before follow these.
     """
@@ -77,21 +122,32 @@ def environment(directory: Path) -> dict[str, str]:
     }
 
 
+def tpu_environment(directory: Path) -> dict[str, str]:
+    """The variable by which vLLM on a TPU has XLA's programs below the directory."""
+    return {"VLLM_XLA_CACHE_PATH": str(directory / "xla")}
+
+
 def kept(
-    bucket: str, run: str, directory: Path, python: str | None, arguments: list[str], config: Mapping[str, Any]
+    kind: Kind,
+    bucket: str,
+    run: str,
+    directory: Path,
+    python: str | None,
+    arguments: list[str],
+    config: Mapping[str, Any],
 ) -> Kept:
     """The archive for a server of the run on this machine. Raises Unfit if the machine does not tell what it is."""
     parts = {
         "image": os.environ.get(IMAGE_VARIABLE, ""),
         "versions": versions(python),
-        "gpus": gpus(),
+        "accelerators": [tpu()] if kind is PROGRAMS else gpus(),
         "cpu": cpu(),
         "config": config,
         "arguments": arguments,
         "directory": str(directory),
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return Kept(bucket, names.cache_object(run, key), directory)
+    return Kept(bucket, names.cache_object(run, key), directory, kind)
 
 
 def versions(python: str | None) -> list[str]:
@@ -99,7 +155,7 @@ def versions(python: str | None) -> list[str]:
     if python is None:
         return []
     found = Path(python).parent.parent.glob("lib/python*/*-packages/*.dist-info")
-    return sorted(path.stem for path in found if path.name.startswith(("vllm", "torch-", "triton")))
+    return sorted(path.stem for path in found if path.name.startswith(_COMPILERS))
 
 
 def gpus() -> list[str]:
@@ -117,6 +173,20 @@ def gpus() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
+def tpu() -> str:
+    """The type of the TPU, as v5litepod-8: generation and chips. Raises Unfit if the metadata server does not tell."""
+    host = os.environ.get(HOST_VARIABLE, "metadata.google.internal")
+    request = Request(f"http://{host}{_TPU_TYPE}", headers={"Metadata-Flavor": "Google"})
+    try:
+        with urlopen(request, timeout=_SECONDS) as response:
+            found = response.read(_MOST_TYPE_BYTES).decode().strip()
+    except (OSError, HTTPException, ValueError) as error:
+        raise Unfit(f"the metadata server does not tell the type of the TPU: {type(error).__name__}") from None
+    if not found:
+        raise Unfit("the metadata server has an empty type of the TPU")
+    return str(found)
+
+
 def cpu() -> str:
     """The instructions of the CPU: a program that was compiled for more of them would be killed (SIGILL)."""
     try:
@@ -128,28 +198,44 @@ def cpu() -> str:
 
 
 def fetch(client: Any, kept: Kept) -> bool:
-    """Put the files of the archive into the directory, which is empty before; whether there is an archive."""
+    """Put the files of the archive into the directory; whether they are there. What was there before is deleted.
+
+    On a disk that outlives the container, what this machine has compiled stays, and takes the place of the archive.
+    The directory gets either all files of the archive or none: a container may be killed at any time.
+    """
     from google.api_core.exceptions import NotFound
 
-    shutil.rmtree(kept.directory, ignore_errors=True)
-    kept.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if kept.kind.stays and any(_files(kept.directory, kept.kind)):
+        log("uses the compiled code on the disk of this machine", stage="serve", object=kept.name)
+        return False
+    part = kept.directory.with_name(f"{kept.directory.name}.part")
     try:
-        with tempfile.TemporaryFile(dir=kept.directory.parent) as file:
-            blob = client.bucket(kept.bucket).blob(kept.name)
-            # One byte more than an archive may have shows that it has too many.
-            blob.download_to_file(file, end=MOST_ARCHIVE_BYTES, raw_download=True, **_patience())
-            if file.tell() > MOST_ARCHIVE_BYTES:
-                raise Unfit(f"it has more than {MOST_ARCHIVE_BYTES} bytes")
-            unpack(file, kept.directory)
-            size = file.seek(0, os.SEEK_END)
+        _clear(kept.directory)
+        _clear(part)
+        size = _download(client, kept, part)
+        part.rename(kept.directory)
     except NotFound:
         return False
     except Exception as error:  # noqa: BLE001  (whatever it is, the engine compiles)
-        _clear(kept.directory)
         _tell("the compiled code of an earlier start is not used", kept, error)
         return False
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     log("got the compiled code of an earlier start", stage="serve", object=kept.name, bytes=size)
     return True
+
+
+def _download(client: Any, kept: Kept, directory: Path) -> int:
+    """Unpack the archive into an empty directory; the bytes of the archive. Raises Unfit, and errors of the client."""
+    most = kept.kind.most_archive_bytes
+    with tempfile.TemporaryFile(dir=directory.parent) as file:
+        blob = client.bucket(kept.bucket).blob(kept.name)
+        # One byte more than an archive may have shows that it has too many.
+        blob.download_to_file(file, end=most, raw_download=True, **_patience())
+        if file.tell() > most:
+            raise Unfit(f"it has more than {most} bytes")
+        unpack(file, directory, kept.kind)
+        return file.seek(0, os.SEEK_END)
 
 
 def keep(client: Any, kept: Kept) -> bool:
@@ -158,12 +244,16 @@ def keep(client: Any, kept: Kept) -> bool:
 
     blob = client.bucket(kept.bucket).blob(kept.name)
     try:
+        if blob.exists(**_patience()):
+            return False
+        if kept.kind.stays:
+            _check_disk(kept)
         with tempfile.TemporaryFile(dir=kept.directory.parent) as file:
-            if not pack(kept.directory, file):
+            if not pack(kept.directory, file, kept.kind):
                 return False
             size = file.tell()
-            if size > MOST_ARCHIVE_BYTES:
-                raise Unfit(f"the archive would have {size} bytes; expected {MOST_ARCHIVE_BYTES} at most")
+            if size > kept.kind.most_archive_bytes:
+                raise Unfit(f"the archive would have {size} bytes; expected {kept.kind.most_archive_bytes} at most")
             try:
                 blob.upload_from_file(file, rewind=True, size=size, if_generation_match=0, **_patience())
             except (Forbidden, PreconditionFailed):  # nobody may replace an archive
@@ -177,50 +267,58 @@ def keep(client: Any, kept: Kept) -> bool:
     return True
 
 
-def pack(directory: Path, file: Any) -> int:
+def _check_disk(kept: Kept) -> None:
+    """Raise Unfit if an archive would take more than half of what is free on the disk of a server that answers."""
+    free = shutil.disk_usage(kept.directory).free
+    if 2 * sum(path.stat().st_size for path in _files(kept.directory, kept.kind)) > free:
+        raise Unfit(f"the disk of this machine has only {free} free bytes")
+
+
+def pack(directory: Path, file: Any, kind: Kind) -> int:
     """Write the files that are kept, and no links, as a zip archive; their number. Raises Unfit."""
-    left, count = MOST_BYTES, 0
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for path in _files(directory):
+    left, count = kind.most_bytes, 0
+    with zipfile.ZipFile(file, "w", kind.compression, compresslevel=1) as archive:
+        for path in _files(directory, kind):
             left, count = left - path.stat().st_size, count + 1
-            if left < 0 or count > MOST_FILES:
-                raise Unfit(f"it has more than {MOST_BYTES} bytes or {MOST_FILES} files")
+            if left < 0 or count > kind.most_files:
+                raise Unfit(f"it has more than {kind.most_bytes} bytes or {kind.most_files} files")
             archive.write(path, path.relative_to(directory).as_posix())
     return count
 
 
-def unpack(file: Any, directory: Path) -> None:
+def unpack(file: Any, directory: Path, kind: Kind) -> None:
     """Write the files of a zip archive into an empty directory.
 
-    Every entry becomes a plain file below KEPT: a link of the archive is only a file with a path as its content.
-    Raises Unfit for another place, and for more bytes than an archive may have, whatever sizes it claims.
+    Every entry becomes a plain file below one of `kind.places`: a link of the archive is only a file with a path as its
+    content. Raises Unfit for another place, and for more bytes than an archive may have, whatever sizes it claims.
     """
-    left = MOST_BYTES
+    left = kind.most_bytes
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-        if len(entries) > MOST_FILES:
-            raise Unfit(f"it has {len(entries)} files; expected {MOST_FILES} at most")
+        if len(entries) > kind.most_files:
+            raise Unfit(f"it has {len(entries)} files; expected {kind.most_files} at most")
         for entry in entries:
-            path = directory / _place(entry.filename)
+            path = directory / _place(entry.filename, kind)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with archive.open(entry) as source, path.open("xb") as target:
                 while block := source.read(_BLOCK_BYTES):
                     left -= len(block)
                     if left < 0:
-                        raise Unfit(f"it has more than {MOST_BYTES} bytes")
+                        raise Unfit(f"it has more than {kind.most_bytes} bytes")
                     target.write(block)
 
 
-def _place(name: str) -> PurePosixPath:
+def _place(name: str, kind: Kind) -> PurePosixPath:
     path = PurePosixPath(name)
-    if ".." in path.parts or not any(path.is_relative_to(kept) and path != PurePosixPath(kept) for kept in KEPT):
-        raise Unfit(f"it has a file at {name!r:.200}; expected a path below {', '.join(KEPT)}")
+    is_below = any(str(parent) in kind.places for parent in path.parents)
+    if ".." in path.parts or not is_below:
+        raise Unfit(f"it has a file at {name!r:.200}; expected a path below {', '.join(kind.places)}")
     return path
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    for each in KEPT:
-        for root, _, names_ in os.walk(directory / each):
+def _files(directory: Path, kind: Kind) -> Iterator[Path]:
+    for place in kind.places:
+        for root, _, names_ in os.walk(directory / place):
             paths = (Path(root, name) for name in sorted(names_))
             yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
@@ -278,32 +376,32 @@ class Start:
         return start
 
 
-def watch(start: Start, port: int, bucket: str, run: str, kept: Kept | None, environment: Mapping[str, str]) -> None:
-    """Start a process that tells when vLLM answers, and then keeps what it has compiled; None: nothing.
+def watch(start: Start, address: str, bucket: str, run: str, kept: Kept | None, environment: Mapping[str, str]) -> None:
+    """Start a process that tells when vLLM answers at HOST:PORT, and then keeps what it has compiled; None: nothing.
 
     The calling process becomes vLLM. The process ends with it.
     """
-    what = (kept.name, str(kept.directory)) if kept else ()
-    command = [sys.executable, "-m", "containers.serve_vllm.compiled", start.to_json(), str(port), bucket, run, *what]
+    what = (kept.kind.name, kept.name, str(kept.directory)) if kept else ()
+    command = [sys.executable, "-m", "containers.serve_vllm.compiled", start.to_json(), address, bucket, run, *what]
     subprocess.Popen(command, env=dict(environment), preexec_fn=die_with_parent())
 
 
 def main() -> None:
     """Wait until vLLM answers: it has compiled everything by then."""
-    text, port, bucket, run, *what = sys.argv[1:]
+    text, address, bucket, run, *what = sys.argv[1:]
     os.nice(10)  # requests come first
-    while not _is_healthy(port):
+    while not _is_healthy(address):
         time.sleep(_LOOK_SECONDS)
     client = Clients(dict(os.environ)).storage()
     Start.from_json(text).ready(client, bucket, run)
     if what:
-        name, directory = what
-        keep(client, Kept(bucket, name, Path(directory)))
+        kind, name, directory = what
+        keep(client, Kept(bucket, name, Path(directory), _KINDS[kind]))
 
 
-def _is_healthy(port: str) -> bool:
+def _is_healthy(address: str) -> bool:
     try:
-        with urlopen(f"http://127.0.0.1:{port}/health", timeout=_SECONDS) as response:
+        with urlopen(f"http://{address}/health", timeout=_SECONDS) as response:
             return bool(response.status == 200)
     except (URLError, OSError):
         return False

@@ -83,6 +83,11 @@ class Settings:
     compile_cache: Path | None = None  # where the engine compiles; what is there is kept in the bucket (compiled.py)
     compiles_on_cpu: bool = False  # vLLM's CPU build too, which needs a C++ compiler for that and `compile_cache`
 
+    @property
+    def own_address(self) -> str:
+        """HOST:PORT at which this machine reaches the server."""
+        return f"{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises BadSettings that names every wrong variable."""
@@ -204,8 +209,8 @@ def _drain(settings: Settings) -> list[str]:
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:
-    """No network; XLA's compiled programs, which take minutes, stay on disk for the next start."""
-    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
+    """No network, and a writable cache."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
 
 
 def _vllm_serve(settings: Settings, model: str, parsers: Parsers) -> list[str]:

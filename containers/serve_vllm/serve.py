@@ -3,9 +3,9 @@
     DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 \\
     python -m containers.serve_vllm.serve
 
-DROPFORGE_ADAPTERS names adapters of other runs (adapters.py). On a GPU or TPU this process becomes `vllm serve`. On a
-GPU, vLLM reads the weights with the token of the run, from another process (bucket_tokens.py), and what it compiles is
-kept for the next start (compiled.py). On a CPU, this process starts an engine on an inner port behind the gate
+DROPFORGE_ADAPTERS names adapters of other runs (adapters.py). On a GPU or TPU this process becomes `vllm serve`, and
+what it compiles is kept for the next start (compiled.py). On a GPU, vLLM reads the weights with the token of the run,
+from another process (bucket_tokens.py). On a CPU, this process starts an engine on an inner port behind the gate
 (gate.py).
 Exit codes: 64 for wrong settings and for a model that the image cannot serve, 66 if no model is committed, 70 if the
 engine fails.
@@ -114,13 +114,7 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
         start.done("adapters")
         become_vllm(clients, settings, manifest.run, model, parsers, loaded, start)
     if engine == "vllm-tpu":
-        work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
-        download(client, settings, manifest, work / "model")
-        start.done("weights")
-        bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
-        compiled.watch(start, settings.port, bucket, manifest.run, None, clients.environment)
-        command = vllm_tpu_argv(settings, str(work / "model"), parsers)
-        os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
+        become_vllm_tpu(clients, settings, manifest, model, parsers, start)
     with working_directory(settings, engine) as directory:
         download(client, settings, manifest, directory / "model")
         loaded = download_adapters(clients, settings, directory / "adapters")
@@ -128,7 +122,8 @@ def serve(settings: Settings, engine: EngineName, began: float) -> int:
         kept = None
         if engine == "vllm-cpu" and settings.compiles_on_cpu:
             arguments = compile_arguments(settings, engine, loaded)
-            kept = fetch_compiled(client, settings, manifest.run, model, arguments, directory / "compiled")
+            where = directory / "compiled"
+            kept = fetch_compiled(compiled.CODE, client, settings, manifest.run, model, arguments, where)
             start.done("compiled code")
         return asyncio.run(serve_behind_gate(settings, engine, directory, parsers, loaded, start, client, kept))
 
@@ -149,22 +144,47 @@ def become_vllm(
     kept = None
     if settings.compile_cache:
         directory, arguments = settings.compile_cache / "compiled", compile_arguments(settings, "vllm", loaded)
-        kept = fetch_compiled(clients.storage(), settings, run, model, arguments, directory)
+        kept = fetch_compiled(compiled.CODE, clients.storage(), settings, run, model, arguments, directory)
         compiling = compiled.environment(directory)
         start.done("compiled code")
     bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
-    compiled.watch(start, settings.port, bucket, run, kept, environment)
+    compiled.watch(start, settings.own_address, bucket, run, kept, environment)
     lent = lend(environment) if clients.run_credentials() else {}
     os.execvpe(command[0], command, {**os.environ, **lent, **compiling})
 
 
+def become_vllm_tpu(
+    clients: Clients, settings: Settings, manifest: Manifest, model: str, parsers: Parsers, start: compiled.Start
+) -> NoReturn:
+    """Become `vllm serve` on TPU chips, beside a process that keeps what XLA compiles. Raises DropforgeError."""
+    client, work = clients.storage(), settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
+    download(client, settings, manifest, work / "model")
+    start.done("weights")
+    directory, arguments = (settings.compile_cache or work) / "compiled", compile_arguments(settings, "vllm-tpu")
+    kept = None
+    if settings.compile_cache:
+        kept = fetch_compiled(compiled.PROGRAMS, client, settings, manifest.run, model, arguments, directory)
+        start.done("compiled code")
+    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    compiled.watch(start, settings.own_address, bucket, manifest.run, kept, clients.environment)
+    command = vllm_tpu_argv(settings, str(work / "model"), parsers)
+    compiling = compiled.tpu_environment(directory)
+    os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work), **compiling})
+
+
 def fetch_compiled(
-    client: Any, settings: Settings, run: str, model: str, arguments: list[str], directory: Path
+    kind: compiled.Kind,
+    client: Any,
+    settings: Settings,
+    run: str,
+    model: str,
+    arguments: list[str],
+    directory: Path,
 ) -> compiled.Kept | None:
     """Get what a server of the run has compiled before; what this start must keep, None if there is nothing to keep."""
     bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
     try:
-        kept = compiled.kept(bucket, run, directory, vllm_python(), arguments, read_config(client, model))
+        kept = compiled.kept(kind, bucket, run, directory, vllm_python(), arguments, read_config(client, model))
     except compiled.Unfit as error:
         log(f"compiled code is not kept: {error}", stage="serve", severity="WARNING")
         return None

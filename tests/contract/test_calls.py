@@ -64,7 +64,7 @@ UNUSED = {
         for verb in ("delete", "get")
     },
     Grant("access", "runs_bucket", "storage.buckets.get"): "needed by vLLM's streamer, on a GPU",
-    Grant("access", "cache_objects", "storage.objects.create"): "needed by what compiles: vLLM on a GPU",
+    Grant("access", "cache_objects", "storage.objects.create"): "needed by what compiles: vLLM on a GPU or a TPU",
     Grant("ask", "project", "run.routes.invoke"): "lent to the console (tests/stack/test_console_iap.py)",
     Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): EXISTS_ALREADY,
     Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): EXISTS_ALREADY,

@@ -33,7 +33,8 @@ from .. import stage_calls as stages
 from ..deployments import forget, here
 
 ME = "the-execution-of-this-test"
-NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "tests" / "images" / "containers"
 TRAIN_DOCKERFILE = """
 FROM python:3.12
 WORKDIR /app
@@ -61,11 +62,20 @@ def write_trainer(home: Path, main_py: str) -> None:
 def write_servers(home: Path) -> None:
     """Write the images `serve-noop`, `serve-crash` and `serve-deaf` to the image repository at home/repo."""
     containers = home / "repo" / "containers"
-    shutil.copytree(NOOP, containers / "serve_noop")
+    shutil.copytree(IMAGES / "serve_noop", containers / "serve_noop")
     for name, code in BROKEN_SERVERS.items():
         (containers / name).mkdir()
         (containers / name / "serve.py").write_text(code)
         (containers / name / "Dockerfile").write_text(SERVE_DOCKERFILE.format(name=name))
+
+
+def write_chips(home: Path) -> None:
+    """Write the image `serve-chips` to home/repo: the serving container, with a stand-in for vLLM on a TPU."""
+    repository, generated = home / "repo", shutil.ignore_patterns("__pycache__")
+    for part in ("functions/dropforge", "containers/serve_vllm"):
+        shutil.copytree(ROOT / part, repository / part, ignore=generated)
+    shutil.copy(ROOT / "containers" / "__init__.py", repository / "containers")
+    shutil.copytree(IMAGES / "serve_chips", repository / "containers" / "serve_chips")
 
 
 def switch_faults(url: str, emulator: str, **switches: Any) -> None:

@@ -252,6 +252,8 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
         "DROPFORGE_MAX_MODEL_LEN": "2048",
         "DROPFORGE_MAX_NUM_SEQS": "32",
         "DROPFORGE_SAMPLING": "greedy",
+        "DROPFORGE_COMPILE_CACHE": "/work",
+        "DROPFORGE_IMAGE": "registry/serve-vllm-tpu@sha256:1",
         "DROPFORGE_TENSOR_PARALLEL_SIZE": "4",
         "DROPFORGE_WORK_DIRECTORY": "/work",
         "PORT": "8000",

@@ -153,9 +153,9 @@ def adapters_variable(adapters: tuple[Served, ...]) -> dict[str, str]:
     return {"DROPFORGE_ADAPTERS": json.dumps(documents)}
 
 
-def compile_variables(image: str) -> list[dict[str, str]]:
-    """The variables by which a server on GPUs keeps what it compiles (containers/serve_vllm/compiled.py)."""
-    values = {"DROPFORGE_COMPILE_CACHE": COMPILE_CACHE, "DROPFORGE_IMAGE": image}
+def compile_variables(image: str, directory: str = COMPILE_CACHE) -> list[dict[str, str]]:
+    """The variables by which a server keeps what it compiles, below `directory` (containers/serve_vllm/compiled.py)."""
+    values = {"DROPFORGE_COMPILE_CACHE": directory, "DROPFORGE_IMAGE": image}
     return [{"name": name, "value": value} for name, value in values.items()]
 
 

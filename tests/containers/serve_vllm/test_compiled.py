@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from bench import cold_start
@@ -21,17 +24,20 @@ from tests.patience import PATIENCE_SECONDS
 
 from containers.serve_vllm import compiled
 from containers.serve_vllm.adapters import Loaded
-from containers.serve_vllm.compiled import Kept, Start, Unfit, fetch, keep, pack, unpack
+from containers.serve_vllm.compiled import CODE, PROGRAMS, Kept, Kind, Start, Unfit, fetch, keep, pack, unpack
 from containers.serve_vllm.engine import Settings, compile_arguments, engine_environment, vllm_cpu_argv
 from dropforge.base import names
 from dropforge.run.starts import PARTS, read_start
 from dropforge_local.base.ports import free_port
+from dropforge_local.emulators.tpu.metadata import MetadataServer
 
 from ..conftest import RUNS
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = "job-0123456789ab"
-CODE = "vllm/torch_compile_cache/a/b.so"
+FILE = "vllm/torch_compile_cache/a/b.so"
+PROGRAM = "xla/jit_step-0a-cache"
+FILES = {CODE: [FILE, "triton/k/kernel.cubin"], PROGRAMS: [PROGRAM, "xla/jit_sample-0b-cache"]}
 ENVIRONMENT = {"DROPFORGE_MODEL_URI": f"gs://{RUNS}/models/{RUN}", "DROPFORGE_SERVED_MODEL_NAME": "m"}
 
 
@@ -50,9 +56,14 @@ def files_below(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-@pytest.fixture
+@pytest.fixture(params=[CODE, PROGRAMS], ids=lambda kind: kind.name)
 def kept(tmp_path: Path, request: pytest.FixtureRequest) -> Kept:
-    return Kept(RUNS, f"caches/{RUN}/{request.node.name[-200:]}.zip", tmp_path / "cache")
+    return Kept(RUNS, f"caches/{RUN}/{request.node.name[-200:]}.zip", tmp_path / "cache", request.param)
+
+
+def elsewhere(kept: Kept) -> Kept:
+    """The same archive, for another machine."""
+    return replace(kept, directory=kept.directory.with_name("elsewhere"))
 
 
 def write(directory: Path, name: str, content: bytes = b"code") -> None:
@@ -62,71 +73,125 @@ def write(directory: Path, name: str, content: bytes = b"code") -> None:
 
 
 def test_the_next_server_gets_the_compiled_code_and_nothing_else(cloud: Any, kept: Kept, tmp_path: Path) -> None:
-    client = cloud.client
+    client, (first, second) = cloud.client, FILES[kept.kind]
     assert not fetch(client, kept)
     assert not keep(client, kept), "there is nothing to keep yet"
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    for name in (CODE, "triton/k/kernel.cubin", "vllm/assets/tokenizer.json", "hf/token"):
+    for name in (first, second, "vllm/assets/tokenizer.json", "hf/token"):
         write(kept.directory, name, name.encode())
-    (kept.directory / "inductor").mkdir()
-    (kept.directory / "inductor" / "link.so").symlink_to(secret)
+    (kept.directory / first).with_name("link.so").symlink_to(secret)
     assert keep(client, kept)
-    assert fetch(client, kept), "the directory of another start"
-    assert files_below(kept.directory) == {CODE: CODE.encode(), "triton/k/kernel.cubin": b"triton/k/kernel.cubin"}
+    assert fetch(client, elsewhere(kept))
+    assert files_below(elsewhere(kept).directory) == {first: first.encode(), second: second.encode()}
 
 
 def test_the_first_archive_stays(cloud: Any, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    client = cloud.client
-    write(kept.directory, CODE, b"first")
+    client, (file, _) = cloud.client, FILES[kept.kind]
+    write(kept.directory, file, b"first")
     assert keep(client, kept)
-    write(kept.directory, CODE, b"second")
+    write(kept.directory, file, b"second")
     assert not keep(client, kept)
+    assert fetch(client, elsewhere(kept))
+    assert files_below(elsewhere(kept).directory) == {file: b"first"}
     assert "WARNING" not in capsys.readouterr().err, "two instances that start at once are no fault"
-    assert fetch(client, kept)
-    assert files_below(kept.directory) == {CODE: b"first"}
 
 
-OUTSIDE = ["../x", "/etc/x", "vllm/torch_compile_cache/../../../x", "vllm/assets/x", "x", "vllm/torch_compile_cache"]
+def test_of_two_instances_that_end_their_start_at_once_the_first_has_the_archive(
+    cloud: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other instance creates the archive while this one packs."""
+    file, _ = FILES[kept.kind]
+    write(kept.directory, file, b"second")
+
+    def pack_slowly(*arguments: Any) -> int:
+        cloud.client.bucket(RUNS).blob(kept.name).upload_from_string(zipped({file: b"first"}).getvalue())
+        return pack(*arguments)
+
+    monkeypatch.setattr(compiled, "pack", pack_slowly)
+    assert not keep(cloud.client, kept)
+    assert "WARNING" not in capsys.readouterr().err
+    assert fetch(cloud.client, elsewhere(kept))
+    assert files_below(elsewhere(kept).directory) == {file: b"first"}
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_no_archive_writes_outside(name: str, tmp_path: Path) -> None:
+def test_what_a_tpu_vm_has_compiled_itself_stays_and_is_not_downloaded(
+    cloud: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = Kept(RUNS, f"caches/{RUN}/own.zip", tmp_path / "cache", PROGRAMS)
+    write(elsewhere(kept).directory, PROGRAM, b"of another machine")
+    assert keep(cloud.client, elsewhere(kept))
+    write(kept.directory, PROGRAM, b"own")
+    assert not fetch(None, kept), "it needs no client"
+    assert files_below(kept.directory) == {PROGRAM: b"own"}
+    assert "uses the compiled code on the disk of this machine" in capsys.readouterr().err
+    assert not keep(cloud.client, kept)
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_tpu_vm_whose_container_ended_early_keeps_its_programs_after_the_restart(cloud: Any, tmp_path: Path) -> None:
+    kept = Kept(RUNS, f"caches/{RUN}/early.zip", tmp_path / "cache", PROGRAMS)
+    write(kept.directory, PROGRAM, b"own")
+    assert not fetch(cloud.client, kept)
+    assert keep(cloud.client, kept)
+    assert fetch(cloud.client, elsewhere(kept))
+
+
+def test_a_container_that_is_killed_while_it_unpacks_leaves_no_half_of_an_archive(cloud: Any, kept: Kept) -> None:
+    """On the disk of a TPU VM, the next container would take the half for its own programs."""
+    first, second = FILES[kept.kind]
+    write(kept.directory, first, b"whole")
+    assert keep(cloud.client, kept)
+    shutil.rmtree(kept.directory)
+    write(kept.directory.with_name("cache.part"), second, b"cut o")
+    assert fetch(cloud.client, kept)
+    assert files_below(kept.directory) == {first: b"whole"}
+    assert [path.name for path in kept.directory.parent.iterdir()] == ["cache"]
+
+
+OUTSIDE = [
+    *((CODE, f"vllm/torch_compile_cache{end}") for end in ("", "/../../../x")),
+    *((CODE, name) for name in ("../x", "/etc/x", "vllm/assets/x", "x", PROGRAM)),
+    *((PROGRAMS, name) for name in ("../x", "/etc/x", "xla", "xla/../../model/config.json", "model/config.json", FILE)),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OUTSIDE, ids=str)
+def test_no_archive_writes_outside(kind: Kind, name: str, tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "cache"
     directory.mkdir(parents=True)
     with pytest.raises(Unfit, match="expected a path below"):
-        unpack(zipped({name: b"evil"}), directory)
+        unpack(zipped({name: b"evil"}), directory, kind)
     assert files_below(tmp_path) == {}
 
 
 def test_a_link_in_an_archive_is_a_file(tmp_path: Path) -> None:
     """A second entry would be written through a link, to where the first points."""
     link = zipped({"triton/a": b"/etc"}, attributes=0o120777 << 16)
-    unpack(link, tmp_path)
+    unpack(link, tmp_path, CODE)
     assert not (tmp_path / "triton/a").is_symlink()
     assert (tmp_path / "triton/a").read_bytes() == b"/etc"
     with pytest.raises(OSError, match="triton"):
-        unpack(zipped({"triton/a/passwd": b"evil"}), tmp_path)
+        unpack(zipped({"triton/a/passwd": b"evil"}), tmp_path, CODE)
 
 
-def test_an_archive_never_unpacks_to_more_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_BYTES", 1 << 20)
+def test_an_archive_never_unpacks_to_more_than_its_limit(tmp_path: Path) -> None:
     bomb = zipped({f"triton/{number}": bytes(1 << 19) for number in range(8)})
     with pytest.raises(Unfit, match="more than"):
-        unpack(bomb, tmp_path)
+        unpack(bomb, tmp_path, replace(CODE, most_bytes=1 << 20))
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
-    monkeypatch.setattr(compiled, "MOST_FILES", 2)
+    three = zipped(dict.fromkeys(("triton/x", "triton/y", "triton/z"), b""))
     with pytest.raises(Unfit, match="3 files"):
-        unpack(zipped(dict.fromkeys(("triton/x", "triton/y", "triton/z"), b"")), tmp_path / "other")
+        unpack(three, tmp_path / "other", replace(CODE, most_files=2))
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", zipped({CODE: b"x" * 999}).getvalue()[:-40]])
+@pytest.mark.parametrize("content", [b"", b"no archive", zipped({FILE: b"x" * 999}).getvalue()[:-40]])
 def test_a_broken_archive_stops_no_start(
     content: bytes, cloud: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = Kept(RUNS, f"caches/{RUN}/broken-{len(content)}.zip", tmp_path / "cache")
     cloud.client.bucket(RUNS).blob(kept.name).upload_from_string(content)
-    write(kept.directory, CODE, b"of an earlier start")
+    write(kept.directory, FILE, b"of an earlier start")
     assert not fetch(cloud.client, kept)
     assert kept.directory.is_dir()
     assert files_below(kept.directory) == {}
@@ -134,33 +199,49 @@ def test_a_broken_archive_stops_no_start(
 
 
 def test_an_archive_that_is_evil_in_its_last_entry_leaves_nothing(cloud: Any, kept: Kept) -> None:
-    evil = zipped({CODE: b"x", "../outside": b"x"}).getvalue()
+    evil = zipped({FILES[kept.kind][0]: b"x", "../outside": b"x"}).getvalue()
     cloud.client.bucket(RUNS).blob(kept.name).upload_from_string(evil)
     assert not fetch(cloud.client, kept)
-    assert files_below(kept.directory) == {}
+    assert files_below(kept.directory.parent) == {}
 
 
 def test_a_bucket_that_refuses_stops_no_start(cloud: Any, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
     missing = replace(kept, bucket="no-such-bucket")
-    write(kept.directory, CODE)
+    write(kept.directory, FILES[kept.kind][0])
     assert not keep(cloud.client, missing)
     assert "the compiled code is not kept: " in capsys.readouterr().err
-    assert not fetch(cloud.client, missing)
+    assert not fetch(cloud.client, elsewhere(missing))
 
 
-def test_too_much_is_not_kept(
-    cloud: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(kept.directory, CODE, os.urandom(4096))
-    for limit, value in (("MOST_BYTES", 4095), ("MOST_ARCHIVE_BYTES", 4000), ("MOST_FILES", 0)):
-        with monkeypatch.context() as patch:
-            patch.setattr(compiled, limit, value)
-            assert not keep(cloud.client, kept)
+def test_a_disk_that_cannot_be_written_stops_no_start(cloud: Any, kept: Kept, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not fetch(cloud.client, replace(kept, directory=tmp_path / "file" / "cache"))
+
+
+def test_too_much_is_not_kept(cloud: Any, kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    write(kept.directory, FILES[kept.kind][0], os.urandom(4096))
+    limits: list[dict[str, Any]] = [{"most_bytes": 4095}, {"most_archive_bytes": 4000}, {"most_files": 0}]
+    for limit in limits:
+        assert not keep(cloud.client, replace(kept, kind=replace(kept.kind, **limit)))
         assert "is not kept: Unfit: " in capsys.readouterr().err
     assert not cloud.client.bucket(RUNS).blob(kept.name).exists()
     assert keep(cloud.client, kept)
-    monkeypatch.setattr(compiled, "MOST_ARCHIVE_BYTES", 4000)
-    assert not fetch(cloud.client, kept), "it is larger than what this version takes"
+    smaller = replace(elsewhere(kept), kind=replace(kept.kind, most_archive_bytes=4000))
+    assert not fetch(cloud.client, smaller), "it is larger than what this version takes"
+    assert files_below(smaller.directory) == {}
+
+
+def test_an_archive_does_not_fill_the_disk_of_a_server(
+    cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a TPU VM the programs are beside the weights, on a disk that a large model almost fills."""
+    kept = Kept(RUNS, f"caches/{RUN}/full.zip", tmp_path / "cache", PROGRAMS)
+    write(kept.directory, PROGRAM, bytes(4096))
+    for free, is_kept in ((8191, False), (8192, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path, free=free: Mock(free=free))
+            assert keep(cloud.client, kept) is is_kept
+        assert ("is not kept: Unfit: the disk of this machine has" in capsys.readouterr().err) is not is_kept
 
 
 def test_compiled_code_is_for_one_machine_and_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +254,7 @@ def test_compiled_code_is_for_one_machine_and_one_model(tmp_path: Path, monkeypa
     monkeypatch.setattr(compiled, "cpu", lambda: "avx2")
 
     def name(directory: Path = Path("/c"), arguments: tuple[str, ...] = ("vllm",), run: str = RUN) -> str:
-        return compiled.kept(RUNS, run, directory, python, list(arguments), config).name
+        return compiled.kept(CODE, RUNS, run, directory, python, list(arguments), config).name
 
     first = name()
     assert name() == first
@@ -195,6 +276,50 @@ def test_compiled_code_is_for_one_machine_and_one_model(tmp_path: Path, monkeypa
     others.add(name())
     assert len(others) == 8
     assert first not in others
+
+
+@contextmanager
+def metadata_server(tree: dict[str, Any]) -> Iterator[str]:
+    """The address of the metadata server of an emulated machine. The tree may change."""
+    port = free_port(range(20_000, 24_000), set())
+    loop, server = asyncio.new_event_loop(), MetadataServer(port, lambda: tree)
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(PATIENCE_SECONDS)
+    yield f"127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(PATIENCE_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_programs_are_for_one_type_of_tpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    (packages / "libtpu-0.0.48.dist-info").mkdir(parents=True)
+    attributes = {"accelerator-type": "v5litepod-8"}
+
+    def name() -> str:
+        python, config = str(tmp_path / "bin" / "python"), {"model_type": "qwen3"}
+        return compiled.kept(PROGRAMS, RUNS, RUN, Path("/work/compiled"), python, ["vllm-tpu"], config).name
+
+    with metadata_server({"instance": {"attributes": attributes}}) as address:
+        monkeypatch.setenv("GCE_METADATA_HOST", address)
+        first = name()
+        assert name() == first
+        attributes["accelerator-type"] = "v6e-8"
+        others = {name()}
+        attributes["accelerator-type"] = "v5litepod-8"
+        (packages / "libtpu-0.0.48.dist-info").rename(packages / "libtpu-0.0.49.dist-info")
+        others.add(name())
+        assert len(others - {first}) == 2
+        for attributes["accelerator-type"] in ("", " "):
+            with pytest.raises(Unfit, match="empty type"):
+                name()
+        del attributes["accelerator-type"]
+        with pytest.raises(Unfit, match="does not tell the type of the TPU: HTTPError"):
+            name()
+    with pytest.raises(Unfit, match="does not tell the type of the TPU: URLError"):
+        name()
 
 
 def test_an_unknown_gpu_has_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +388,7 @@ def health() -> Iterator[Health]:
         thread.join()
 
 
-def test_what_vllm_compiles_on_a_gpu_is_kept_once_it_answers(cloud: Any, kept: Kept, health: Health) -> None:
+def test_what_vllm_compiles_is_kept_once_it_answers(cloud: Any, kept: Kept, health: Health) -> None:
     """The process beside vLLM; this test is vLLM."""
     command = [
         sys.executable,
@@ -271,23 +396,23 @@ def test_what_vllm_compiles_on_a_gpu_is_kept_once_it_answers(cloud: Any, kept: K
         "-m",
         "containers.serve_vllm.compiled",
         Start(0.0).to_json(),
-        str(health.server_port),
+        f"127.0.0.1:{health.server_port}",
     ]
     process = subprocess.Popen(
-        [*command, kept.bucket, RUN, kept.name, str(kept.directory)],
+        [*command, kept.bucket, RUN, kept.kind.name, kept.name, str(kept.directory)],
         env={**os.environ, **cloud.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"},
         stderr=subprocess.PIPE,
         text=True,
     )
     blob = cloud.client.bucket(RUNS).blob(kept.name)
-    write(kept.directory, CODE)
+    write(kept.directory, FILES[kept.kind][0])
     assert health.asked.wait(PATIENCE_SECONDS)
     assert process.poll() is None
     assert not blob.exists(), "it waits until vLLM answers"
     health.ready.set()
     _, output = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
-    assert fetch(cloud.client, kept)
+    assert fetch(cloud.client, elsewhere(kept))
     assert read_start(cloud.client, RUNS, RUN).keys() == {"program", "engine"}
     assert "kept the compiled code" in output
 
@@ -315,7 +440,7 @@ def test_forged_figures_are_none(text: str, cloud: Any) -> None:
 
 def test_a_packed_directory_without_code_is_no_archive(tmp_path: Path) -> None:
     write(tmp_path, "vllm/assets/config.json")
-    assert pack(tmp_path, io.BytesIO()) == 0
+    assert pack(tmp_path, io.BytesIO(), CODE) == 0
 
 
 @pytest.mark.slow

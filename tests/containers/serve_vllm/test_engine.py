@@ -24,7 +24,7 @@ from tests.patience import until
 from containers.serve_vllm.adapters import Loaded, unfit
 from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.closing import Closing
-from containers.serve_vllm.compiled import Start
+from containers.serve_vllm.compiled import Start, tpu_environment
 from containers.serve_vllm.engine import (
     CLOSING,
     GREEDY,
@@ -226,7 +226,8 @@ def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compile
         "vllm serve /work/model --served-model-name demo --max-model-len 1024 --max-num-seqs 16 "
         f"--tensor-parallel-size 8 {' '.join((*GREEDY, *NO_MEDIA))} --host 0.0.0.0 --port 8080"
     )
-    assert vllm_tpu_environment(chips.work)["VLLM_XLA_CACHE_PATH"] == "/work/xla"
+    assert vllm_tpu_environment(chips.work) == {"HF_HUB_OFFLINE": "1", "HF_HOME": "/work/hf"}
+    assert tpu_environment(Path("/work/compiled")) == {"VLLM_XLA_CACHE_PATH": "/work/compiled/xla"}
 
 
 @pytest.mark.parametrize(

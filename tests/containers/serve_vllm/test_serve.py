@@ -509,7 +509,7 @@ def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(cloud: Any, tra
     assert done.returncode == 0, done.stderr
     assert f"vllm serve {tmp_path}/work/model --served-model-name text-to-sql" in done.stdout
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(done.stdout.split())
-    assert f"VLLM_XLA_CACHE_PATH={tmp_path}/work/xla" in done.stdout
+    assert f"VLLM_XLA_CACHE_PATH={tmp_path}/work/compiled/xla" in done.stdout, "without a directory for the bucket, too"
 
 
 def test_without_a_manifest_nothing_is_served(cloud: Any) -> None:

@@ -64,7 +64,8 @@ def test_the_metadata_describe_the_machine(cloud: Cloud) -> None:
     assert lines["instance/preempted"] == "FALSE"
     assert lines["project/project-id"] == "p1"
     assert json.loads(lines["instance/service-accounts/default/token"])["access_token"] == "token-of-cloud-platform"
-    assert json.loads(lines["instance/attributes/?recursive=true"])["dropforge-run"] == "r1"
+    attributes = json.loads(lines["instance/attributes/?recursive=true"])
+    assert (attributes["dropforge-run"], attributes["accelerator-type"]) == ("r1", "v5litepod-8")
     assert "Missing required header: Metadata-Flavor: Google" in cloud.serial()
     assert " 403" in cloud.serial()
 

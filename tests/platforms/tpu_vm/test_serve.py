@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from bench.cold_start import commit
+from tests.patience import until
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -21,6 +25,7 @@ from dropforge.cloud import tpu
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.run.record import ResourceState, RunState
+from dropforge.run.starts import read_start
 from dropforge.run.store import RunStore
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -44,6 +49,7 @@ from ..shared import (
     make_run,
     sweep_only,
     switch_faults,
+    write_chips,
     write_servers,
     write_trainer,
 )
@@ -102,6 +108,7 @@ def spec(**serve: Any) -> dict[str, Any]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("tpu")
     write_servers(home)
+    write_chips(home)
     write_trainer(home, "print('trained')")
     hosts: dict[str, str] = {}
 
@@ -217,6 +224,19 @@ def test_the_reason_that_an_endpoint_does_not_answer_is_reported(
     assert re.search(text, answer["error"]["message"]), answer
     assert "training" not in answer["error"]["hint"]
     assert answer["error"]["hint"]
+    cloud.clean_up(run)
+
+
+def test_a_machine_keeps_what_xla_compiles(cloud: Cloud, tmp_path: Path) -> None:
+    """By what the machine's metadata and the startup script give the container: image, directory, type of the TPU."""
+    run, client = cloud.run("serve-chips"), clients.storage()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    commit(client, "runs", run, tmp_path, cloud.store.key(run))
+    deploy(run, ME)
+    (archive,) = until(lambda: list(client.list_blobs("runs", prefix=f"caches/{run}/")))
+    with zipfile.ZipFile(io.BytesIO(archive.download_as_bytes())) as programs:
+        assert set(programs.namelist()) == {"xla/jit_step-0a-cache", "xla/jit_sample-0b-cache"}
+    assert "compiled code" in read_start(client, "runs", run)
     cloud.clean_up(run)
 
 

@@ -19,7 +19,13 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.platforms.serving import (
+    START_HINT,
+    Deployment,
+    compile_variables,
+    endpoint_labels,
+    server_environment,
+)
 from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.spec import JobSpec, seconds
 
@@ -155,6 +161,7 @@ def metadata(deployment: Deployment) -> dict[str, str]:
     """The parameters of the startup script. There is no topic, because only training publishes job events."""
     serve, settings = _serve(deployment.spec), deployment.settings
     environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
+    environment += compile_variables(settings.serve_vllm_tpu_image, tpu.WORK_DIRECTORY)
     return {
         "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
         "dropforge-role": "serve",

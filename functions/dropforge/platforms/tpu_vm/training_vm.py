@@ -2,6 +2,9 @@
 
 This module creates nothing. The machine's metadata say from the start that the machine will serve (train.py). Its
 startup script reports the end of training, waits until the run's record says DEPLOYING, and starts the server.
+
+XLA's programs stay on the data disk and are not kept in the bucket: the endpoint never has a second machine, and the
+server runs as the trainer, whose access reaches no compiled code (stages/access.py).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Machines:
         _, project, _, zone, _, short = name.split("/")
         number, address = str(zlib.crc32(project.encode())), self._context.config.address(row["port"])
         instance: Tree = {
-            "attributes": dict(node.metadata),
+            "attributes": {**node.metadata, "accelerator-type": node.accelerator_type},
             "disks": _disks(node),
             "hostname": f"{short}.{zone}.c.{project}.internal",
             "id": str(int(row["uid"][:15], 16)),
