@@ -2,7 +2,8 @@
 
 The stack records each request of functions and containers (dropforge_local.base.recording), and its workflow engine
 counts the steps that Google would bill. Nothing here depends on the speed of the machine, except how often a function
-looks at a run that has not ended: `python -m bench.calls --runs N` prints the mean of N runs, one after another.
+looks at a run that has not ended: `python -m bench.calls --runs N` prints the mean of N runs, one after another. With
+`--behave slow`, the container works for three seconds, as the shortest training that reports its start by itself.
 
 All functions share a process and what it remembers here. In the cloud, each function has its own process: it reads the
 record that another function has written, which has the spec, and once on each day the key of the day.
@@ -19,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -55,6 +58,14 @@ class Counts:
     steps: int
     waits: int
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.requests + other.requests,
+            self.invocations + other.invocations,
+            self.steps + other.steps,
+            self.waits + other.waits,
+        )
+
     def since(self, before: Counts) -> Counts:
         """The calls that were counted since `before`."""
         return Counts(
@@ -68,24 +79,27 @@ class Counts:
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.calls")
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N")
+    parser.add_argument("--behave", default="succeed", help="what the containers do (default: %(default)s)")
     options = parser.parse_args(arguments)
     with running_stack(record=True) as (state, info):
         user = User(info)
-        show(count_runs(user, state, options.runs), options.runs)
+        show(reduce(add, count_runs(user, state, options.runs, options.behave)), options.runs)
 
 
-def count_runs(user: User, state: Path, runs: int) -> Counts:
-    """The calls of this many no-op runs, one after another, after a first run that makes clients and connections."""
-    user.wait([user.drop("warm-up")])
+def count_runs(user: User, state: Path, runs: int, behave: str = "succeed") -> list[Counts]:
+    """The calls of each of this many no-op runs, after a first run that makes clients and connections."""
+    user.wait([user.drop(f"warm-up-{behave}")])
     wait_until_quiet(user)
-    before = counts(state)
-    dropped = []
+    dropped, counted, before = list[str](), list[Counts](), counts(state)
     for number in range(runs):
-        dropped.append(user.drop(f"counted-{number}"))
+        dropped.append(user.drop(f"{behave}-{number}", behave))
         user.wait(dropped[-1:])
-    wait_until_quiet(user)
+        wait_until_quiet(user)
+        after = counts(state)
+        counted.append(after.since(before))
+        before = after
     user.check_ended(dropped, "SUCCEEDED")
-    return counts(state).since(before)
+    return counted
 
 
 def wait_until_quiet(user: User) -> None:

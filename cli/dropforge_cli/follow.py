@@ -18,7 +18,7 @@ from rich.text import Text
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import duration
-from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_event
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_events
 from dropforge.run.record import Record, RunState
 from dropforge.run.series import SeriesReader
 from dropforge.run.store import RunStore
@@ -84,8 +84,7 @@ class Follower:
         self._last = new[-1]
         progress = [name for name in new if name.endswith("-progress.json")]
         unread = [name for name in new if name not in progress[:-1]]
-        events = (read_job_event(self.store.read(name).data, self.run) for name in unread)
-        return [event for event in events if event is not None]
+        return [event for name in unread for event in read_job_events(self.store.read(name).data, self.run)]
 
 
 def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:

@@ -16,7 +16,7 @@ from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.index import READERS, read_summary, uncollected
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
-from dropforge.run.events import JobEvent, Progress, Started, read_job_event
+from dropforge.run.events import JobEvent, Progress, Started, read_job_events
 from dropforge.run.record import Record
 from dropforge.run.series import Kept, SeriesReader
 from dropforge.run.spans import Span, reports_of, spans_of
@@ -111,14 +111,14 @@ class Journal:
         if not new:
             return False
         with ThreadPoolExecutor(READERS) as pool:
-            self._add(pool.map(self._event, new))
+            self._add(chain.from_iterable(pool.map(self._events, new)))
         self._last = new[-1]
         return True
 
-    def _event(self, name: str) -> JobEvent | None:
-        return read_job_event(self._store.read(name).data, self._run)
+    def _events(self, name: str) -> list[JobEvent]:
+        return read_job_events(self._store.read(name).data, self._run)
 
-    def _add(self, events: Iterable[JobEvent | None]) -> None:
+    def _add(self, events: Iterable[JobEvent]) -> None:
         for event in events:
             if isinstance(event, Progress):
                 self._told.append(event)

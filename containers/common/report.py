@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from dropforge.run.events import (
     MAX_HINT,
     MAX_TEXT,
     Checkpointed,
+    EndBase,
     Failed,
     JobEvent,
     Preempted,
@@ -42,6 +43,7 @@ PROGRESS_SECONDS, PROGRESS_MOST_SECONDS = 2.0, 30.0  # between two points
 PROGRESS_SHARE = 0.01  # of the time trained so far
 PROGRESS_STEPS, PROGRESS_STEPS_SECONDS = 20, 60.0  # so many steps are a point, too, while the training is that short
 LOGGED_SECONDS = 10.0  # the shortest time between two lines of progress in the log
+HELD_SECONDS = 1.0  # the longest time for which the event of the start waits for the end of the attempt
 FLUSH_SECONDS = 10.0
 _PUBLISH_SECONDS = 20.0
 _QUEUE_EVENTS = 256
@@ -50,11 +52,13 @@ _QUEUE_EVENTS = 256
 class Reporter:
     """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent.
 
+    The event of the start waits for at most `held` seconds: if the attempt ends by then, the event of its end tells the
+    start, too, and wakes the execution once. Any other event sends the start at once, and so does `close`.
     Progress wakes no execution, so it is no event: it goes to the attempt's series in the runs bucket.
     """
 
-    def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
-        self._job, self._redact, self._clients = job, redact, clients
+    def __init__(self, job: Job, redact: Redactor, clients: Clients, held: float = HELD_SECONDS) -> None:
+        self._job, self._redact, self._clients, self._held = job, redact, clients, held
         self._sequence = 0
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
@@ -136,8 +140,30 @@ class Reporter:
         except queue.Full:
             log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity="WARNING")
 
+    def _events(self) -> Iterator[JobEvent]:
+        """The events to publish: those of the queue, until it has None."""
+        event = self._queue.get()
+        while event is not None:
+            if isinstance(event, Started):
+                event = yield from self._after(event)
+            else:
+                yield event
+                event = self._queue.get()
+
+    def _after(self, started: Started) -> Generator[JobEvent, None, JobEvent | None]:
+        """Return what follows the start in the queue: the end of the attempt takes the start with it."""
+        try:
+            event = self._queue.get(timeout=self._held)
+        except queue.Empty:
+            yield started
+            return self._queue.get()
+        if isinstance(event, EndBase):
+            return event.with_start(started)
+        yield started
+        return event
+
     def _publish_all(self) -> None:
-        while (event := self._queue.get()) is not None:
+        for event in self._events():
             data, attributes = job_event_message(event, self._job.key)
             try:
                 publisher = self._clients.publisher()

@@ -88,6 +88,24 @@ def test_each_event_is_in_one_snapshot_and_of_progress_the_newest(deployed: Depl
     assert third.events == [progress(30)]
 
 
+def test_a_start_that_came_with_the_end_has_a_line_of_its_own(deployed: Deployed) -> None:
+    begun, ended = event(Started, 1, device="L4"), event(Failed, 2, error_class=ErrorClass.DATA, message="3 rows")
+    assert isinstance(begun, Started)
+    assert isinstance(ended, Failed)
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    deployed.event(ended.with_start(begun))
+    snapshot = Follower(deployed.store, RUN).snapshot()
+    assert snapshot is not None
+    out = io.StringIO()
+    LineDisplay(Console(file=out, width=200)).show(snapshot)
+    lines = [line.split(" s  ") for line in out.getvalue().splitlines()]
+    assert [float(seconds) for seconds, text in lines if "container" in text] == [1.0, 2.0]
+    assert [text for _, text in lines if "container" in text] == [
+        "the container has started on L4",
+        "the container failed: data: 3 rows",
+    ]
+
+
 def test_progress_of_an_earlier_attempt_is_not_shown(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(), attempt(2, ended=None)])
     deployed.event(progress(39))

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dropforge.base.clock import Clock
-from dropforge.base.names import record_object
+from dropforge.base.names import event_object, record_object
 from dropforge.endpoints.store import EndpointStore
-from dropforge.run.events import Progress
+from dropforge.run.events import Preempted, Progress, Started
 from dropforge.run.record import About, Record, RunState, Transition
 from dropforge.run.series import Series, series_object, write_series
 from dropforge.run.store import RunStore, Versioned
@@ -82,6 +82,15 @@ def test_the_last_points_of_an_attempt_are_read_after_the_next_has_begun(memory:
     second.reach(3)
     assert journal.refresh(2)
     assert steps(journal) == [(1, 1), (1, 2), (2, 3)]
+
+
+def test_a_journal_has_the_starts_that_came_with_an_end(memory: Memory) -> None:
+    journal = Journal(RunStore(memory, "runs"), RUN)
+    started = Started(run=RUN, attempt=2, sequence=5, time=NOW, resumed_step=40)
+    end = Preempted(run=RUN, attempt=2, sequence=6, time=NOW, step=40).with_start(started)
+    memory.objects[event_object(RUN, 2, 6, "preempted")] = (end.model_dump_json().encode(), 1)
+    assert journal.refresh(2)
+    assert journal.starts == [started]
 
 
 def new_run(store: RunStore, number: int, *, is_old: bool = False) -> str:

@@ -23,7 +23,7 @@ from google.cloud import storage
 from tests.patience import PATIENCE_SECONDS, TRAIN_SECONDS
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
-from dropforge.run.events import JobEvent, parse_job_event
+from dropforge.run.events import JobEvent, events_of, parse_job_event
 from dropforge.run.proof import EVENT_NAME, PROOF, is_proved
 from dropforge.run.series import Series, read_series
 from dropforge_local import shims, tiny
@@ -229,7 +229,7 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
             messages = list(answer.received_messages)
             sent = [item.message for item in messages if item.message.data != MARK]
             assert all(is_proved(RUN_KEY, EVENT_NAME, message.data, message.attributes[PROOF]) for message in sent)
-            seen.extend(parse_job_event(message.data) for message in sent)
+            seen.extend(event for message in sent for event in events_of(parse_job_event(message.data)))
             subscriber.acknowledge(subscription=SUBSCRIPTION, ack_ids=[item.ack_id for item in messages])
             ids.update(item.message.message_id for item in messages)
         return sorted((event for event in seen if event.run == run), key=lambda event: (event.attempt, event.sequence))

@@ -45,6 +45,7 @@ EVENTS = [
     {**BASE, "type": "succeeded", "manifest_uri": "gs://b/models/x/MANIFEST.json", "metrics": {"loss": 0.1}},
     {**BASE, "type": "failed", "error_class": "code", "message": "m", "hint": ""},
     {**BASE, "type": "preempted", "step": 1},
+    {**BASE, "type": "preempted", "step": 1, "started": {"sequence": 0, "time": TIME, "resumed_step": 0, "device": ""}},
 ]
 CALL = {**BASE, "execution": "e-1", "callback_url": "http://127.0.0.1:1/", "state": "FAILED", "scope": "run"}
 CALL |= {"keep_endpoint": False, "error": {"error_class": "code", "message": "m", "hint": ""}}

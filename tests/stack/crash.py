@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 from dropforge.base import names
+from dropforge.run.events import Started, read_job_events
 from dropforge.run.record import Record, RunState
 from dropforge_local.stack import control as local
 from dropforge_local.stack.config import ROOT, StackError
@@ -190,9 +191,11 @@ class Harness:
             yield f"published {sorted(unknown)}, but was never in these states"
 
     def _training_problems(self, run: str, times: int) -> Iterator[str]:
-        """Check that each attempt sent `started` at most `times` times."""
-        started = [name for name in self.user.store.names(names.events_prefix(run)) if name.endswith("-started.json")]
-        attempts = Counter(name.rsplit("/", 1)[1].split("-")[0] for name in started)
+        """Check that each attempt reported its start at most `times` times."""
+        store = self.user.store
+        stored = [store.read(name).data for name in store.names(names.events_prefix(run))]
+        told = [event for data in stored for event in read_job_events(data, run)]
+        attempts = Counter(event.attempt for event in told if isinstance(event, Started))
         if doubled := [attempt for attempt, count in attempts.items() if count > times]:
             yield f"trained more than {times} times in attempts {doubled}"
 

@@ -64,7 +64,11 @@ def test_a_permanent_failure_ends_the_run_at_once(user: User, target: Part, beha
     assert record.error.error_class == error_class, record.error
     assert len(record.attempts) == 1
     assert_clean(user, run)
-    assert user.slack(run, "failed")[-1].endswith("failed")
+    told = [headline.rsplit(" ", 1)[-1] for headline in user.slack(run, "failed")]
+    assert told[-1] == "failed"
+    if behave == "fail-data":  # its only message tells both
+        assert told == ["accepted", "started", "failed"]
+        assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "FAILED"]
 
 
 def test_an_attempt_that_ran_out_of_memory_is_not_repeated(user: User, target: Part) -> None:

@@ -240,6 +240,17 @@ def test_a_stored_event_that_is_none_of_the_run_is_not_heard(content: bytes) -> 
     assert [report.event for report in hear(RunStore(memory, "runs"), RUN, 1).reports] == [STARTED]
 
 
+@pytest.mark.parametrize("end", [FAILED, PREEMPTED, SUCCEEDED], ids=lambda end: end.type)
+@pytest.mark.parametrize("is_held", [True, False])
+def test_an_end_that_tells_its_start_shows_that_the_attempt_trained(end: Any, is_held: bool) -> None:
+    """An attempt that ended before its start was no training."""
+    memory, stored = Memory(), end.with_start(STARTED) if is_held else end
+    memory.objects[names.event_object(RUN, 1, 2, end.type)] = (stored.model_dump_json().encode(), 1)
+    heard = hear(RunStore(memory, "runs"), RUN, 1)
+    assert [report.event for report in heard.reports] == ([STARTED, stored] if is_held else [end])
+    assert decide(heard, RUNNING, record(), NOW, SETTINGS).started is is_held
+
+
 def test_only_the_first_and_the_last_of_many_reports_are_read() -> None:
     """A container may publish any number of events; its run must still be looked at within a function's time-out."""
     memory = Memory()

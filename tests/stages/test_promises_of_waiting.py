@@ -16,7 +16,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
 from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status, Waits
-from dropforge.run.events import Request, Started
+from dropforge.run.events import Failed, Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
 from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
 from dropforge.run.store import RunStore
@@ -281,6 +281,27 @@ def test_the_ledger_says_which_resources_were_seen_to_exist() -> None:
     assert inspect(place.context, RUN, ME, 1, "http://callback").status == "WAITING"
     assert [(entry.name, entry.state) for entry in place.store.ledger(RUN).entries] == [(JOB, ResourceState.CREATED)]
     assert place.record.state is RunState.TRAINING
+
+
+@pytest.mark.parametrize("status", [Status(Phase.RUNNING), Status(Phase.FAILED, "x")], ids=["runs", "ended"])
+def test_an_attempt_whose_start_and_end_came_together_has_trained(status: Status) -> None:
+    """The run enters TRAINING and tells it once, whether or not the cloud has seen the container's end."""
+    place = Place(RunState.PROVISIONING, resources=[], spec={**DAY, "serve": None})
+    assert provision(place.context, RUN, ME, 1).status == "RUNNING"
+    start = Started(run=RUN, attempt=1, sequence=1, time=NOW)
+    failed = Failed(run=RUN, attempt=1, sequence=2, time=NOW, error_class=ErrorClass.DATA, message="3 rows")
+    content = failed.with_start(start).model_dump_json().encode()
+    place.store.put_new(names.event_object(RUN, 1, 2, "failed"), content)
+    place.events.clear()
+    looked = [look(place, seen)["status"] for seen in (status, Status(Phase.FAILED, "x"))]
+    assert looked == ["WAITING" if status.phase is Phase.RUNNING else "FAILED", "FAILED"]
+    assert [entered.state for entered in place.record.history].count(RunState.TRAINING) == 1
+    assert [event["state"] for event in place.events].count("TRAINING") == 1
+    [attempt] = place.record.attempts
+    assert (attempt.running, attempt.ended) == (attempt.started, NOW)
+    assert attempt.error is not None
+    assert attempt.error.error_class is ErrorClass.DATA
+    assert [entry.state for entry in place.store.ledger(RUN).entries] == [ResourceState.CREATED]
 
 
 @pytest.mark.parametrize("resources", [None, []], ids=["ledger beside the record", "ledger in the record"])

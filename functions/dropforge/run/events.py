@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -36,12 +36,15 @@ class Event(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
 
+Sequence = Annotated[int, Field(ge=0, lt=10**15)]
+
+
 class JobEventBase(Event):
     """The fields of every job event. `sequence` increases strictly within an attempt (milliseconds)."""
 
     run: str = Field(pattern=r"^[a-z][a-z0-9-]{0,48}$")
     attempt: int = Field(ge=1, le=1000)
-    sequence: int = Field(ge=0, lt=10**15)
+    sequence: Sequence
     time: datetime
 
 
@@ -51,6 +54,30 @@ class Started(JobEventBase):
     type: Literal["started"] = "started"
     resumed_step: int = Field(default=0, ge=0)
     device: Told = ""
+
+
+class Start(Event):
+    """The event `started` within the event of an end, which has the same run and attempt."""
+
+    sequence: Sequence
+    time: datetime
+    resumed_step: int = Field(default=0, ge=0)
+    device: Told = ""
+
+
+class EndBase(JobEventBase):
+    """The fields of every end of an attempt.
+
+    `started` is the start of an attempt that ended a moment later: the container held the event of the start, and then
+    sent both in one message. Absent: that event was sent by itself, or the attempt ended before its start.
+    """
+
+    started: Start | None = Field(default=None, exclude_if=lambda start: start is None)
+
+    def with_start(self, started: Started) -> Self:
+        """This end with the event of the start."""
+        start = Start(**started.model_dump(include=set(Start.model_fields)))
+        return self.model_copy(update={"started": start})
 
 
 class Progress(JobEventBase):
@@ -85,7 +112,7 @@ class Checkpointed(JobEventBase):
     uri: Told
 
 
-class Succeeded(JobEventBase):
+class Succeeded(EndBase):
     """The artifacts are committed: `manifest_uri` was written last."""
 
     type: Literal["succeeded"] = "succeeded"
@@ -93,7 +120,7 @@ class Succeeded(JobEventBase):
     metrics: dict[str, float | None] = {}
 
 
-class Failed(JobEventBase):
+class Failed(EndBase):
     """The container stopped with an error; `error_class` says whether another attempt may help."""
 
     type: Literal["failed"] = "failed"
@@ -103,7 +130,7 @@ class Failed(JobEventBase):
     hint: Annotated[str, Field(max_length=MAX_HINT), AfterValidator(lambda text: cut(text, MAX_HINT))] = ""
 
 
-class Preempted(JobEventBase):
+class Preempted(EndBase):
     """The container received SIGTERM and saved a checkpoint if it could; `step` is the last saved step."""
 
     type: Literal["preempted"] = "preempted"
@@ -150,13 +177,20 @@ def parse_job_event(data: bytes) -> JobEvent:
     return JOB_EVENT.validate_json(data)
 
 
-def read_job_event(data: bytes, run: str) -> JobEvent | None:
-    """A stored job event of a run; None for other data, and for the event of another run."""
+def events_of(event: JobEvent) -> list[JobEvent]:
+    """The events that a message tells: an end may follow the event of its start."""
+    if not isinstance(event, EndBase) or event.started is None:
+        return [event]
+    return [Started(run=event.run, attempt=event.attempt, **event.started.model_dump()), event]
+
+
+def read_job_events(data: bytes, run: str) -> list[JobEvent]:
+    """The events that a stored job event of a run tells; [] for other data, and for the event of another run."""
     try:
         event = parse_job_event(data)
     except ValidationError:
-        return None
-    return event if event.run == run else None
+        return []
+    return events_of(event) if event.run == run else []
 
 
 class Upload(BaseModel):

@@ -46,6 +46,7 @@ class Faults:
     overwrites: float = _up_to(0.6)  # of an uploaded spec: a user uploads another spec under its name
     forged_cancels: float = _up_to(0.6)  # of ids that no run has: a user cancels the id
     slack_down: float = _up_to(0.5)  # of a Slack message: answered 5xx
+    sudden: float = _up_to(0.5)  # of an attempt: it ends within a second of its start
 
     @classmethod
     def drawn(cls, source: random.Random) -> Faults:

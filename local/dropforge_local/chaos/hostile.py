@@ -181,6 +181,7 @@ class Hostile:
                 {"attempt": 900, "type": "succeeded", "manifest_uri": uri},
                 {**present, "type": "started", "resumed_step": 0},
                 {**present, "type": "succeeded", "manifest_uri": uri},
+                {**present, **failed, "started": {"sequence": sequence, "time": event["time"], "resumed_step": 9}},
                 {**present, "type": "preempted", "step": 1},
                 {**present, **failed},
                 {**present, "step": 9},

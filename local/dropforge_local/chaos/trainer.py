@@ -21,6 +21,8 @@ from .world import World
 
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = (40.0, 100.0)  # between two reports of progress
+HELD_SECONDS = 1.0  # the longest time for which the event of the start waits for the end (containers/common/report.py)
+ENDS = frozenset({"succeeded", "failed", "preempted"})
 GRACE_SECONDS = 8.0  # at most, until a preempted machine has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of dropforge's containers
@@ -93,10 +95,13 @@ class _Attempt:
         self.began = self.world.now
         self.sequence = 0
         self.series: Series | None = None
+        self.start: dict[str, Any] | None = None  # the event of the start, while it waits for the end
 
     def begin(self) -> None:
-        self._tell("started", resumed_step=int(self.work.saved))
+        self._start()
         left = self.work.total - self.work.saved
+        if self.world.happens(self.world.faults.sudden):
+            left = min(left, self.world.random.uniform(0, HELD_SECONDS))
         halfway = self.began + left * self.world.random.random()
         fate = self.work.fates.pop(0) if self.work.fates else self._fate()
         endings = {
@@ -120,6 +125,18 @@ class _Attempt:
             self._go_on()
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
+    def _start(self) -> None:
+        """Hold the event of the start. The other half of the runs has images that send it at once."""
+        if self._is_old:
+            return self._tell("started", resumed_step=int(self.work.saved))
+        self.start = {**self._stamp(), "resumed_step": int(self.work.saved)}
+        self._at(self.began + HELD_SECONDS, self._send_start)
+
+    def _send_start(self) -> None:
+        if (start := self.start) is not None:
+            self.start = None
+            self._send("started", start)
+
     def _go_on(self) -> None:
         """Report progress repeatedly."""
         self._progress(int(self.work.saved + self.world.now - self.began))
@@ -131,14 +148,13 @@ class _Attempt:
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._repeat)
 
     def _progress(self, step: int) -> None:
-        """Write the series with a further point. Every second run has an image from before 2026-11-24: an event."""
-        if int(self.run[-1], 16) % 2:
+        """Write the series with a further point, or send it: old images have no series."""
+        if self._is_old:
             return self._tell("progress", step=step, total_steps=5000)
         if self.world.happens(self.world.faults.dropped):
             return self.world.fact("fault", what="dropped", run=self.run, attempt=self.number, type="progress")
-        self.sequence = max(self.sequence + 1, int(self.world.now * 1000))
         now = datetime.fromtimestamp(self.world.now, UTC)
-        about = {"run": self.run, "attempt": self.number, "sequence": self.sequence}
+        about = {"run": self.run, "attempt": self.number, "sequence": self._stamp()["sequence"]}
         if self.series is None:
             self.series = Series(run=self.run, attempt=self.number, began=now, written=now)
         self.series.add(Progress(**about, time=now, step=step, total_steps=5000))
@@ -204,16 +220,26 @@ class _Attempt:
         delay = self.world.random.uniform(0.1, 4)
         self._at(self.world.now + delay, lambda: self.container.end(exit_code))
 
-    def _tell(self, kind: str, **details: Any) -> None:
+    @property
+    def _is_old(self) -> bool:
+        """Every second run has an image from before 2026-11-24, which tells everything by events, each at once."""
+        return bool(int(self.run[-1], 16) % 2)
+
+    def _stamp(self) -> dict[str, Any]:
         self.sequence = max(self.sequence + 1, int(self.world.now * 1000))
-        event = {
-            "run": self.run,
-            "attempt": self.number,
-            "sequence": self.sequence,
-            "time": iso(self.world.now),
-            "type": kind,
-            **details,
-        }
+        return {"sequence": self.sequence, "time": iso(self.world.now)}
+
+    def _tell(self, kind: str, **details: Any) -> None:
+        """Send an event after the event of the start. An end takes a start that still waits with it."""
+        stamp = self._stamp()
+        if kind not in ENDS:
+            self._send_start()
+        elif self.start is not None:
+            details["started"], self.start = self.start, None
+        self._send(kind, {**stamp, **details})
+
+    def _send(self, kind: str, details: dict[str, Any]) -> None:
+        event = {"run": self.run, "attempt": self.number, "type": kind, **details}
         about = {key: event[key] for key in ("run", "attempt", "sequence", "type")}
         self.world.fact("told", **about, step=details.get("step"))
         self.trainer.events.job_event(event, self.key)

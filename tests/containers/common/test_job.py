@@ -7,13 +7,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from containers.common.errors import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, JobError, classify
 from containers.common.job import Job
@@ -32,7 +33,8 @@ from containers.common.report import (
 from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import Clients
-from dropforge.run.events import Progress
+from dropforge.run.artifacts import Manifest
+from dropforge.run.events import JobEvent, Progress, Started, events_of, parse_job_event
 from dropforge.spec import parse_spec
 
 ENVIRONMENT = {
@@ -271,6 +273,102 @@ def test_events_are_published_once_and_only_where_somebody_listens(
     reporter.started(0, "cpu")
     reporter.close()
     assert [topic for topic in published if topic != DEAD] == topics
+
+
+class Published:
+    """The messages that a reporter publishes, as a client of Pub/Sub takes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: list[JobEvent] = []
+        self.has_some = threading.Event()
+        self.clients = Clients()
+        monkeypatch.setattr(self.clients, "publisher", lambda: self)
+
+    def publish(self, topic: str, data: bytes, **_: Any) -> Any:
+        if topic == LISTENED:  # the reporter of the dead topic may still publish
+            self.messages.append(parse_job_event(data))
+            self.has_some.set()
+        return self
+
+    def result(self, timeout: float) -> None: ...
+
+    def reporter(self, held: float = PATIENCE_SECONDS) -> Reporter:
+        return Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=LISTENED), Redactor(), self.clients, held)
+
+    @property
+    def kinds(self) -> list[list[str]]:
+        """The kinds of the events by message."""
+        return [[event.type for event in events_of(message)] for message in self.messages]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Published:
+    return Published(monkeypatch)
+
+
+MANIFEST = {
+    "run": "demo-0123456789ab",
+    "attempt": 2,
+    "created": datetime.now(UTC),
+    "base": {"uri": "b", "revision": "main"},
+    "dataset": {"uri": "d", "revision": "main"},
+    "spec_sha256": "0" * 64,
+    "serve_path": "attempt-2/model",
+    "metrics": {},
+    "files": [],
+}
+ENDS: dict[str, Callable[[Reporter], None]] = {
+    "succeeded": lambda reporter: reporter.succeeded(Manifest.model_validate(MANIFEST)),
+    "failed": lambda reporter: reporter.failed(JobError(ErrorClass.DATA, 65, "3 rows", "")),
+    "preempted": lambda reporter: reporter.preempted(7),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_attempt_that_ends_at_once_tells_start_and_end_by_one_message(end: str, published: Published) -> None:
+    reporter = published.reporter()
+    reporter.started(40, "cpu")
+    ENDS[end](reporter)
+    reporter.close(PATIENCE_SECONDS)
+    assert published.kinds == [["started", end]]
+    started, ended = events_of(published.messages[0])
+    assert isinstance(started, Started)
+    assert (started.resumed_step, started.device) == (40, "cpu")
+    assert started.sequence < ended.sequence
+    assert started.time <= ended.time
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_attempt_that_goes_on_tells_its_start_before_it_ends(end: str, published: Published) -> None:
+    reporter = published.reporter(held=0.01)
+    reporter.started(0, "cpu")
+    assert published.has_some.wait(PATIENCE_SECONDS)
+    ENDS[end](reporter)
+    reporter.close(PATIENCE_SECONDS)
+    assert published.kinds == [["started"], [end]]
+
+
+def test_a_checkpoint_does_not_overtake_the_start(published: Published) -> None:
+    reporter = published.reporter()
+    reporter.started(0, "cpu")
+    reporter.checkpointed(10, "gs://b/c")
+    reporter.preempted(10)
+    reporter.close(PATIENCE_SECONDS)
+    assert published.kinds == [["started"], ["checkpoint"], ["preempted"]]
+
+
+def test_a_rank_whose_launcher_reports_the_end_still_reports_the_start(published: Published) -> None:
+    reporter = published.reporter()
+    reporter.started(0, "cpu")
+    reporter.close(PATIENCE_SECONDS)
+    assert published.kinds == [["started"]]
+
+
+def test_an_attempt_that_fails_before_its_start_has_none(published: Published) -> None:
+    reporter = published.reporter()
+    ENDS["failed"](reporter)
+    reporter.close(PATIENCE_SECONDS)
+    assert published.kinds == [["failed"]]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from containers.common.rows import Row
 from containers.common.stop import StopRequest
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
-from dropforge.run.events import Failed, JobEvent, read_job_event
+from dropforge.run.events import Failed, JobEvent, read_job_events
 from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import Dataset, Evaluation
 from dropforge.tell.news import state_news
@@ -92,7 +92,7 @@ def told(work: Callable[[], Any]) -> str:
     reporter = Reporter(JOB, Redactor(), Clients({}))
     reporter._send = events.append  # type: ignore[method-assign, assignment]
     reporter.ended(outcome)
-    stored = read_job_event(events[0].model_dump_json().encode(), RUN)
+    [stored] = read_job_events(events[0].model_dump_json().encode(), RUN)
     assert isinstance(stored, Failed)
     now = datetime(2026, 11, 23, tzinfo=UTC)
     error = RunError(error_class=stored.error_class, message=stored.message, hint=stored.hint)

@@ -11,7 +11,7 @@ from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, read_job_event
+from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, read_job_events
 from dropforge.run.record import Attempt, Record, RunError
 from dropforge.run.series import Kept
 from dropforge.run.store import RunStore
@@ -94,8 +94,11 @@ def hear(store: RunStore, run: str, attempt: int) -> Heard:
         elif kind in PROGRESS:
             progress.append((name, received))
     first, last = decisive[:MOST_REPORTS], decisive[MOST_REPORTS:][-MOST_REPORTS:]
-    read = [(read_job_event(store.read(name).data, run), received) for name, received in [*first, *last]]
-    reports = [Report(event, received) for event, received in read if event is not None]
+    reports = [
+        Report(event, received)
+        for name, received in [*first, *last]
+        for event in read_job_events(store.read(name).data, run)
+    ]
     return Heard(reports, progress, store.series(run, attempt, store.key(run)))
 
 

@@ -22,6 +22,7 @@ FUNCTIONS, METADATA = os.environ["DROPFORGE_ACCESS_URL"], os.environ["GCE_METADA
 connections: dict[str, socket.socket] = {}
 granted: Any = None
 sequence = 0
+held: dict[str, object] | None = None  # the event of the start, which the event of the end will tell
 
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -109,11 +110,27 @@ def log(text: str, **fields: object) -> None:
     print(json.dumps({"time": now, "message": text, **fields}), file=sys.stderr, flush=True)
 
 
-def publish(kind: str, copies: int = 1, **fields: object) -> None:
+def stamp() -> dict[str, object]:
     global sequence
     sequence = max(sequence + 1, int(time.time() * 1000))
-    event = {"type": kind, "run": RUN, "attempt": ATTEMPT, "sequence": sequence, "time": datetime.now(UTC).isoformat()}
-    content = json.dumps({**event, **fields}).encode()
+    return {"sequence": sequence, "time": datetime.now(UTC).isoformat()}
+
+
+def begin() -> None:
+    """Hold the event of the start (containers/common/report.py): the next event is that of the end, and comes at once.
+
+    Behaviours that last longer publish the event.
+    """
+    global held
+    held = {**stamp(), "resumed_step": 0, "device": ""}
+    log("started")
+
+
+def publish(kind: str, copies: int = 1, **fields: object) -> None:
+    global held
+    if held is not None:
+        fields["started"], held = held, None
+    content = json.dumps({"type": kind, "run": RUN, "attempt": ATTEMPT, **stamp(), **fields}).encode()
     log(kind, **fields)
     data = binascii.b2a_base64(content, newline=False).decode()
     attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
@@ -166,12 +183,22 @@ def uri() -> str:
     return f"gs://{BUCKET}/models/{RUN}/MANIFEST.json"
 
 
-def succeed(copies: int = 1, exact_match: float = 0.9) -> int:
-    publish("started", copies)
+def succeed(exact_match: float = 0.9) -> int:
+    begin()
+    return finish(exact_match)
+
+
+def finish(exact_match: float = 0.9, copies: int = 1) -> int:
     progress(2.0, 1.0)
     commit(exact_match)
     publish("succeeded", copies, manifest_uri=uri(), metrics={"exact_match": exact_match})
     return 0
+
+
+def repeat() -> int:
+    """Every event thrice, and that of the start at once, as images from before 2026-11-27 send it."""
+    publish("started", copies=3)
+    return finish(copies=3)
 
 
 def backwards() -> int:
@@ -213,7 +240,7 @@ def whole() -> int:
 
 def sealed(answer: list[int]) -> int:
     """Leaves a parity seal by which the model answers with these two token ids. serve_noop answers with 7 and 8."""
-    publish("started")
+    begin()
     commit(0.9, (seal(answer),))
     publish("succeeded", manifest_uri=uri())
     return 0
@@ -226,7 +253,7 @@ def shared(base: str = "base", answer: list[int] | None = None) -> int:
     """
     import hashlib
 
-    publish("started")
+    begin()
     weights = file("base/model.safetensors", base.encode())
     adapter = file("adapter/adapter_model.safetensors", RUN.encode())
     digest = hashlib.sha256(f"adapter_model.safetensors {adapter['sha256']}".encode()).hexdigest()
@@ -262,13 +289,13 @@ def silent() -> int:
 
 
 def fail(error_class: str, code: int) -> int:
-    publish("started")
+    begin()
     publish("failed", error_class=error_class, message=f"behaves as {error_class}")
     return code
 
 
 def preempted() -> int:
-    publish("started")
+    begin()
     publish("preempted", step=1)
     return 75
 
@@ -284,11 +311,7 @@ def lost() -> int:
 
 
 def preempted_once() -> int:
-    if ATTEMPT > 1:
-        return succeed()
-    publish("started")
-    publish("preempted", step=1)
-    return 75
+    return succeed() if ATTEMPT > 1 else preempted()
 
 
 def hang() -> int:
@@ -325,7 +348,7 @@ def hog() -> int:
 def slow() -> int:
     publish("started")
     time.sleep(3)
-    return succeed()
+    return finish()
 
 
 def killed_later() -> int:
@@ -349,7 +372,7 @@ def lie() -> int:
 
 BEHAVIOURS: dict[str, Callable[[], int]] = {
     "succeed": succeed,
-    "repeat": lambda: succeed(copies=3),  # every event thrice
+    "repeat": repeat,
     "backwards": backwards,
     "poor": lambda: succeed(exact_match=0.1),  # does not pass a gate
     "sealed": lambda: sealed([7, 8]),  # leaves a seal by which serve_noop serves the model
