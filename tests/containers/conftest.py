@@ -113,8 +113,16 @@ class Trainer:
     started: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
 
     def start(
-        self, spec: dict[str, Any], run: str | None = None, attempt: int = 1, processes: int = 1, **environment: str
+        self,
+        spec: dict[str, Any],
+        run: str | None = None,
+        attempt: int = 1,
+        processes: int = 1,
+        *,
+        interpreters: bool = False,
+        **environment: str,
     ) -> Attempt:
+        """Start an attempt: forked (forked.py), or with the interpreters and the imports of a real container."""
         run = run or f"test-{uuid.uuid4().hex[:12]}"
         self.cloud.put(RUNS, f"runs/{run}/spec.json", json.dumps(spec))
         values = {
@@ -130,11 +138,11 @@ class Trainer:
         if processes > 1:
             values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
         values |= environment
-        if processes == 1:
+        if interpreters:
+            self.started.append(_interpreter(values))
+        else:
             forked.prepare(self.cloud.environment())
             self.started.append(Forked(values))
-        else:
-            self.started.append(_interpreter(values))
         return Attempt(self.cloud, run, self.started[-1])
 
     def end(self) -> None:
@@ -193,8 +201,8 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         client.create_bucket(RUNS)
         client.create_bucket(DATA)
         upload_directory(client, base_model, f"gs://{DATA}/tiny")
-        # 33 rows are held out. The other 640 fill steps of 16: several ranks would pad an incomplete last step.
-        rows = tiny.dataset(directory / "rows.jsonl", rows=673)
+        # 35 rows are held out. The other 320 fill steps of 16: several ranks would pad an incomplete last step.
+        rows = tiny.dataset(directory / "rows.jsonl", rows=355)
         client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
         yield Cloud(server, client)
         client.close()
@@ -254,9 +262,9 @@ def series(cloud: Cloud) -> Any:
 
 @pytest.fixture(scope="session")
 def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
-    """The attempt of an uninterrupted run of 60 steps, and its manifest."""
+    """The attempt of an uninterrupted run of two epochs of 20 steps, and its manifest."""
     trainer = Trainer(cloud)
-    document = job_spec(training={"max_steps": 60, "checkpoint_steps": 20}, secrets={"MY_KEY": "my-key"})
+    document = job_spec(training={"max_steps": 40, "checkpoint_steps": 20}, secrets={"MY_KEY": "my-key"})
     references = {"MY_KEY": f"projects/{PROJECT}/secrets/my-key/versions/latest"}
     attempt = trainer.start(document, DROPFORGE_SECRETS=json.dumps(references), HF_TOKEN=TOKEN_CANARY)
     assert attempt.wait() == 0, attempt.output
@@ -265,9 +273,9 @@ def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
 
 @pytest.fixture(scope="session")
 def two_ranks(cloud: Cloud) -> Iterator[tuple[Attempt, Manifest]]:
-    """The same 60 steps of the same 16 rows, in two ranks."""
+    """The same 40 steps of the same 16 rows, in two ranks."""
     trainer = Trainer(cloud)
-    training = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
+    training = {"max_steps": 40, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
     try:
         attempt = trainer.start(job_spec(training=training), processes=2)
         assert attempt.wait() == 0, attempt.output
@@ -278,7 +286,10 @@ def two_ranks(cloud: Cloud) -> Iterator[tuple[Attempt, Manifest]]:
 
 @pytest.fixture(scope="session")
 def two_machines(cloud: Cloud) -> Iterator[str]:
-    """The run id of full fine-tuning with recomputed activations, by one process on each of two machines."""
+    """The run id of full fine-tuning with recomputed activations, by one process on each of two machines.
+
+    The first machine starts as a real one does. So its interpreters order sets otherwise than the second machine's.
+    """
     trainer = Trainer(cloud)
     training = {"adapter": {"type": "none"}, "learning_rate": 1e-3, "max_steps": 6, "per_device_train_batch_size": 8}
     document = job_spec(training={**training, "gradient_checkpointing": True})
@@ -287,7 +298,10 @@ def two_machines(cloud: Cloud) -> Iterator[str]:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     environment = {"DROPFORGE_NUM_MACHINES": "2", "DROPFORGE_MAIN_ADDRESS": address, "DROPFORGE_NUM_PROCESSES": "1"}
     run = f"machines-{uuid.uuid4().hex[:12]}"
-    attempts = [trainer.start(document, run, 1, 2, **environment, JOB_COMPLETION_INDEX=machine) for machine in "01"]
+    attempts = [
+        trainer.start(document, run, 1, 2, interpreters=machine == "0", **environment, JOB_COMPLETION_INDEX=machine)
+        for machine in "01"
+    ]
     try:
         for attempt in attempts:
             assert attempt.wait() == 0, attempt.output
@@ -320,7 +334,7 @@ def job_spec(**changes: Any) -> dict[str, Any]:
             "checkpoint_steps": 100,
         },
         "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
-        "evaluation": {"holdout_fraction": 0.05, "max_new_tokens": 40},
+        "evaluation": {"holdout_fraction": 0.1, "max_new_tokens": 40},
         "serve": None,
     }
     for name, change in changes.items():

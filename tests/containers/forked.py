@@ -1,33 +1,50 @@
 """Start training containers without their imports: fork them from a process that has imported the modules.
 
 The imports of PyTorch, transformers and TRL take 6 s of processor time, which is more than the training of most tests.
-A forked container is a process of its own, with its own environment, output, signals and exit code. Containers that
-start ranks are not forked: the shims of the ranks act at the start of an interpreter.
+A forked container is a process of its own, with its own environment, output, signals and exit code. So are the launcher
+and the ranks that it starts: each is a child of the process that starts it, in a session of its own.
+
+A process with threads cannot fork safely, and a container has gRPC's threads when it starts the launcher. Each process
+therefore forks its children first; they wait until it starts them.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
+from typing import Any, NoReturn
 from unittest.mock import patch
+
+from containers.common.attempt import exit_now
+from containers.common.world import read_world
+from dropforge_local import shims
 
 CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "containers.train_trl.train"
+LAUNCH = "accelerate.commands.launch"
+HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # it starts the ranks
 MODULES = (
     "tests.containers.forked",
-    "containers.train_trl.train",
+    TRAIN,
+    LAUNCH,
+    HANDLER,
     "containers.train_trl.methods.sft",
+    "containers.train_trl.ranks",
     "google.cloud.pubsub_v1",
     "google.cloud.secretmanager_v1",
     "google.cloud.storage",
+    "torch.distributed.run",
     "transformers.models.gemma3.modeling_gemma3",
     "trl.trainer.sft_trainer",
 )
@@ -85,15 +102,100 @@ class Forked:
             os.kill(self.pid, number)
 
 
+class Popen(subprocess.Popen[Any]):
+    """Starts `python -m` of a launcher or a rank in a child that this process has forked already."""
+
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        words = list(args[args.index("-m") + 1 :]) if "-m" in args else []
+        if words[:1] not in ([LAUNCH], [TRAIN]):
+            super()._execute_child(args, *options)  # type: ignore[misc]
+            return
+        child = WAITING.pop(0)
+        child.start(words, environment=options[5])
+        self.pid = child.pid
+        self._child_created = True
+
+
+class Waiting:
+    """A forked child that waits until this process starts it; it ends with this process."""
+
+    def __init__(self) -> None:
+        self._connection, its_end = multiprocessing.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for inherited in (self, *WAITING):
+                inherited._connection.close()
+            WAITING.clear()
+            _wait(its_end)
+        its_end.close()
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Let it run a module with arguments; return when it leads its session."""
+        with self._connection:
+            self._connection.send((words, dict(environment)))
+            self._connection.recv()
+
+
+WAITING: list[Waiting] = []  # the children that this process has not started yet
+
+
+def _wait(starter: Connection) -> NoReturn:
+    """Become the program that the parent starts with `start_new_session`."""
+    with starter:
+        try:
+            words, environment = starter.recv()
+        except EOFError:  # the parent has ended
+            os._exit(0)
+        os.setsid()
+        starter.send(None)
+    _become(words, environment)
+
+
 def _run(environment: Mapping[str, str], output: Connection) -> None:
     """Become the container: `python -m containers.train_trl.train`."""
-    from containers.common.attempt import exit_now
-    from containers.train_trl import train
-
     with output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
+    _become([TRAIN], environment)
+
+
+def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a module with arguments and end, as an interpreter does."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [str(train.__file__)]
-    exit_now(train.main())
+    for _ in range(_children(words[0], environment)):
+        WAITING.append(Waiting())
+    subprocess.Popen = Popen  # type: ignore[misc]
+    importlib.import_module(HANDLER).__dict__["Popen"] = Popen
+    _customise()
+    module = importlib.import_module(words[0])
+    sys.argv = [str(module.__file__), *words[1:]]
+    try:
+        code = module.main()
+    except BaseException:  # noqa: BLE001  (an interpreter prints every exception, too)
+        traceback.print_exc()
+        code = 1
+    exit_now(code or 0)
+
+
+def _children(module: str, environment: Mapping[str, str]) -> int:
+    """How many processes the module starts: a container its launcher, the launcher its ranks."""
+    if "LOCAL_RANK" in environment:
+        return 0
+    if module == LAUNCH:
+        return int(environment["DROPFORGE_NUM_PROCESSES"])
+    return int(read_world(environment, []).starts_ranks)
+
+
+def _customise() -> None:
+    """Import sitecustomize from PYTHONPATH, as an interpreter does at its start.
+
+    It patches modules once they are loaded. Here they are loaded already, and nothing has used them yet.
+    """
+    if str(shims.DIRECTORY) not in os.environ["PYTHONPATH"].split(":"):
+        return
+    sys.path.insert(0, str(shims.DIRECTORY))
+    finder = importlib.import_module("sitecustomize").Finder
+    for patches in [each.patches for each in sys.meta_path if isinstance(each, finder)]:
+        for name in patches.keys() & sys.modules.keys():
+            patches.pop(name)(sys.modules[name])

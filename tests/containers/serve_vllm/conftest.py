@@ -82,7 +82,7 @@ def vllm_run(vllm_environment: Path, base_model: Path, tmp_path_factory: pytest.
             client = deployment.clients.storage()
             client.create_bucket(DATA)
             upload_directory(client, base_model, f"gs://{DATA}/tiny")
-            rows = tiny.dataset(state / "rows.jsonl", rows=673)
+            rows = tiny.dataset(state / "rows.jsonl", rows=355)
             client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
             serve = {"type": "cloud_run", "ttl": "1h", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2}
             document = job_spec(name="text-to-sql", training=TRAINING, serve=serve)

@@ -36,7 +36,7 @@ CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
 RUNS, DATA = "runs-bucket", "data-bucket"
 # Enough steps to interrupt, and the same steps in every test that compares with an uninterrupted run.
-LONG = {"max_steps": 60, "checkpoint_steps": 20}
+LONG = {"max_steps": 40, "checkpoint_steps": 20}
 # Same data order, same seeds, one thread: only the rounding of sums differs after a resume.
 LOSS_TOLERANCE = 1e-4
 
@@ -50,12 +50,12 @@ def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, clo
     assert metrics["exact_match_before"] == 0
     assert metrics["exact_match"] >= 0.5
     assert metrics["loss"] < metrics["loss_before"] / 2
-    assert (metrics["steps"], metrics["rows_eval"]) == (60, 33)
-    assert metrics["tokens"] == pytest.approx(60 * 16 * 50, rel=0.2)
+    assert (metrics["steps"], metrics["rows_eval"]) == (40, 35)
+    assert metrics["tokens"] == pytest.approx(40 * 16 * 50, rel=0.2)
     assert metrics["rows_per_step"] == 16
     assert metrics["saved_to_reloaded"] == 0
     assert metrics["adapter_to_merged"] < 5e-4
-    assert metrics["tokens_per_step"] == pytest.approx(metrics["tokens"] / 60, abs=0.1)
+    assert metrics["tokens_per_step"] == pytest.approx(metrics["tokens"] / 40, abs=0.1)
     assert '"rows_per_step": 16, "tokens_per_step": ' in attempt.output
     card = read_artifact(cloud.client, RUNS, manifest, "README.md").decode()
     assert "| rows_per_step | 16 |" in card
@@ -121,16 +121,16 @@ def test_events_tell_the_run_in_order_and_the_series_its_progress(uninterrupted:
     kinds = [event.type for event in sent]
     assert kinds[0] == "started"
     assert "succeeded" in kinds[-2:]  # the upload of the last checkpoint may end later
-    assert kinds.count("checkpoint") == 3
+    assert kinds.count("checkpoint") == 2
     assert "progress" not in kinds
     progress = series(attempt.run)
     assert progress.step == sorted(set(progress.step))
-    assert progress.step[-1] == progress.total_steps == 60
+    assert progress.step[-1] == progress.total_steps == 40
     assert progress.loss[-1] < 0.4
     held_out = [loss for loss in progress.held_out_loss if loss is not None]
     assert len(held_out) >= 3
     assert held_out[-1] < held_out[0]
-    assert held_out[-1] == pytest.approx(manifest.metrics["loss"], rel=0.1)  # of 33 rows, the curve's are 32
+    assert held_out[-1] == pytest.approx(manifest.metrics["loss"], rel=0.1)  # of 35 rows, the curve's are 32
     (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.manifest_uri == f"gs://{RUNS}/models/{attempt.run}/MANIFEST.json"
     assert succeeded.metrics == manifest.metrics
@@ -144,11 +144,6 @@ def test_no_secret_is_in_a_log_an_event_or_an_artifact(uninterrupted: Any, cloud
             everything += blob.download_as_bytes().decode("latin-1")
     assert CANARY not in everything
     assert TOKEN_CANARY not in everything
-
-
-def test_the_two_newest_checkpoints_are_kept(uninterrupted: Any, cloud: Any) -> None:
-    attempt, _ = uninterrupted
-    assert [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run, RUN_KEY)] == [60, 40]
 
 
 def test_a_committed_run_is_told_again_and_not_trained_again(uninterrupted: Any, trainer: Any, events: Any) -> None:
@@ -187,16 +182,18 @@ def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
     _, expected = uninterrupted
     first = trainer.start(spec(training=LONG))
     # In the second epoch: the next attempt must train exactly the rows that remain of it.
-    wait_for_object(first, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
+    wait_for_object(first, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
     first.kill(signal.SIGTERM)
     assert first.wait() == 75, first.output
     last = events(first.run)[-1]
     assert last.type == "preempted"
-    assert 40 < last.step < 60
+    assert 20 < last.step < 40
     assert checkpoints(cloud.client, RUNS, first.run, RUN_KEY)[0].step == last.step
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output
     assert_same(trainer.manifest(first.run).metrics, expected.metrics)
+    # Of three checkpoints, the two newest are kept.
+    assert [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, first.run, RUN_KEY)] == [40, last.step]
 
 
 def test_a_finished_checkpoint_is_exported_without_another_step(
@@ -208,7 +205,7 @@ def test_a_finished_checkpoint_is_exported_without_another_step(
     assert attempt.wait() == 0, attempt.output
     assert_same(trainer.manifest(run).metrics, expected.metrics)
     sent = events(run)
-    assert sent[0].resumed_step == 60
+    assert sent[0].resumed_step == 40
     assert [event.type for event in sent] == ["started", "succeeded"]
 
 
@@ -371,7 +368,7 @@ def wait_for_object(attempt: Any, name: str) -> None:
     while not attempt.cloud.client.bucket(RUNS).blob(name).exists():
         assert attempt.process.poll() is None, attempt.process.communicate()[0]
         assert time.monotonic() < deadline, f"no {name} in {TRAIN_SECONDS} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def copy_checkpoints(client: storage.Client, run: str) -> str:
