@@ -126,9 +126,9 @@ class User:
         """Wait until the last Slack headline about a run ends with `last`; return all its headlines in order."""
         headlines: list[str] = []
         for _ in looks(PATIENCE_SECONDS):
-            with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=60) as response:
+            with urllib.request.urlopen(f"{self.info.http}/slack/messages?containing={run}", timeout=60) as response:
                 payloads = [message["payload"] for message in json.load(response)["messages"]]
-            headlines = [p["blocks"][0]["text"]["text"] for p in payloads if run in json.dumps(p)]
+            headlines = [payload["blocks"][0]["text"]["text"] for payload in payloads]
             if headlines and headlines[-1].endswith(last):
                 break
         return headlines
@@ -214,18 +214,24 @@ def open_user() -> Iterator[Callable[[Path], User]]:
 
 
 @pytest.fixture(scope="session")
-def fork_stack() -> Iterator[Callable[[Path], StackInfo]]:
-    """Yield a function that does what `control.up` does, but forks the stack (zygote.py): a start takes 3 s otherwise.
+def zygote() -> Iterator[Zygote]:
+    """Yield the process that forks the stacks; its imports take as long as the start of a stack."""
+    with closing(Zygote()) as zygote:
+        yield zygote
+
+
+@pytest.fixture(scope="session")
+def fork_stack(zygote: Zygote) -> Callable[[Path], StackInfo]:
+    """Return a function that does what `control.up` does, but forks the stack (zygote.py): a start takes 3 s otherwise.
 
     The stacks of tests/cli and of tests/contract are started as users start them.
     """
-    with closing(Zygote()) as zygote:
 
-        def fork(state: Path) -> StackInfo:
-            with patch.object(local, "_spawn", zygote.spawn):
-                return local.up(state)
+    def fork(state: Path) -> StackInfo:
+        with patch.object(local, "_spawn", zygote.spawn):
+            return local.up(state)
 
-        yield fork
+    return fork
 
 
 @pytest.fixture

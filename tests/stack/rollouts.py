@@ -218,7 +218,7 @@ def under_load(user: User, rollouts: int, rollbacks: int, kind: str = "cloud_run
     changes = [{"serve": {"run": models[each % 2], "endpoint": named.name}} for each in range(rollouts)]
     deployed: list[float] = []
     returned: list[float] = []
-    with Load(named).running() as load:
+    with Load(named, pause_seconds=0).running() as load:
         for change in changes:
             deployed.append(_change(named, load, change))
         for _ in range(rollbacks):

@@ -23,6 +23,7 @@ CANARY = {"percent": 50, "for": "1s", "max_error_rate": 0.1, "max_latency_ratio"
 
 
 CLIENTS = 4
+PAUSE_SECONDS = 0.1  # between two questions of a client: without a pause, the clients take every core
 
 
 @pytest.fixture(params=KINDS)
@@ -32,7 +33,7 @@ def named(user: User, request: pytest.FixtureRequest) -> Iterator[Named]:
 
 
 class Clients:
-    """Clients that ask the same without a pause."""
+    """Clients that ask the same all the time."""
 
     def __init__(self, named: Named, text: str = "Hello") -> None:
         self._text = text
@@ -54,8 +55,8 @@ class Clients:
                 work.result()
 
     def _ask(self) -> None:
-        while not self._stop.is_set():
-            messages: Any = [{"role": "user", "content": self._text}]
+        messages: Any = [{"role": "user", "content": self._text}]
+        while not self._stop.wait(PAUSE_SECONDS):
             try:
                 found = self._client.chat.completions.create(model=self._named.name, messages=messages)
                 self.answers.append(str(found.system_fingerprint))

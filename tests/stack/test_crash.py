@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,8 +37,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    with patch.dict(os.environ), closing(Zygote()) as zygote, patch.object(local, "_spawn", zygote.spawn):
+def harness(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[Harness]:
+    with patch.dict(os.environ), patch.object(local, "_spawn", zygote.spawn):
         harness = Harness(tmp_path_factory.mktemp("crash"))
         yield harness
         harness.close()

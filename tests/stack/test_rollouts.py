@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import closing
 from unittest.mock import patch
 
 import pytest
@@ -32,8 +31,10 @@ DEATHS = [
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RolloutHarness]:
-    with patch.dict(os.environ), closing(Zygote()) as zygote, patch.object(local, "_spawn", zygote.spawn):
+def harness(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, zygote: Zygote
+) -> Iterator[RolloutHarness]:
+    with patch.dict(os.environ), patch.object(local, "_spawn", zygote.spawn):
         harness = RolloutHarness(tmp_path_factory.mktemp("rollouts"), request.param)
         yield harness
         harness.close()

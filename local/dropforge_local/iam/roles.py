@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -9,6 +10,7 @@ import yaml
 ROLES_FILE = Path(__file__).with_name("roles.yaml")
 
 
+@cache  # each rule of each boundary asks, and every run has a boundary of its own
 def known_roles() -> dict[str, frozenset[str]]:
     """The permissions of each role."""
     listed = yaml.safe_load(ROLES_FILE.read_text())["roles"]

@@ -68,6 +68,13 @@ def test_messages_survive_a_restart(tmp_path: Path) -> None:
             assert [message["payload"]["text"] for message in posted(server)] == ["message 1", "message 2"][:count]
 
 
+def test_the_list_may_be_of_the_messages_with_a_text(server: Server, webhook: WebhookClient) -> None:
+    for number in (1, 2, 12):
+        webhook.send(text="a message", blocks=[section(f"about `run-{number}`")])
+    found = requests.get(f"{server.url}/slack/messages", {"containing": "run-12"}, timeout=60).json()["messages"]
+    assert [message["payload"]["blocks"] for message in found] == [[section("about `run-12`")]]
+
+
 @pytest.mark.parametrize(
     ("payload", "word"),
     [

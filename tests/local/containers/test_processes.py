@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.patience import PATIENCE_SECONDS
 
-from dropforge_local.containers import shim
+from dropforge_local.containers import processes, shim
 from dropforge_local.containers.processes import (
     Container,
     ContainerSpec,
@@ -205,6 +205,25 @@ def test_memory_limit_kills_with_a_reason(tmp_path: Path) -> None:
     ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, memory_bytes=64 * 2**20)).wait())
     assert (ended.code, ended.reason) == (137, "OOM")
     assert "Memory limit of 64 MiB exceeded" in (tmp_path / "c/output.log").read_text()
+
+
+HOGS = """
+    import subprocess, sys, threading, time
+    hog = [sys.executable, "-c", "import time; hog = bytearray(40 * 2**20); time.sleep(600)"]
+    for _ in range(2):
+        threading.Thread(target=subprocess.run, args=[hog]).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_memory_of_all_processes_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """Each thread of a process has its own children. Not every kernel lists them."""
+    monkeypatch.setattr(processes, "HAS_CHILDREN", listed and processes.HAS_CHILDREN)
+    ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(HOGS, memory_bytes=80 * 2**20)).wait())
+    assert ended.reason == "OOM"
 
 
 def test_a_running_container_is_adopted_and_never_started_twice(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ BOT = "bot"
 class SlackSink(PassiveEmulator):
     """POST /slack/services/T/B/X is a webhook, POST /slack/api/chat.postMessage is for bots; GET /slack/messages lists.
 
+    GET /slack/messages?containing=TEXT lists only the messages with a text, such as the id of a run.
     A bot's message is listed with the webhook "bot". Its `ts` is its id in Slack's form.
     """
 
@@ -46,9 +47,9 @@ class SlackSink(PassiveEmulator):
         """Answer the next `count` posts with `status` and record nothing; 0 ends the outage."""
         self._failures = [status] * count
 
-    def messages(self) -> list[Json]:
-        """The posted messages, oldest first."""
-        rows = self.db.rows("SELECT * FROM slack_messages ORDER BY id")
+    def messages(self, text: str = "") -> list[Json]:
+        """The posted messages that contain a text of ASCII, oldest first."""
+        rows = self.db.rows("SELECT * FROM slack_messages WHERE instr(payload, ?) ORDER BY id", [text])
         return [
             {
                 "id": row["id"],
@@ -64,7 +65,7 @@ class SlackSink(PassiveEmulator):
             [
                 Route("POST", "/slack/services/{team}/{bot}/{secret}", self._post),
                 Route("POST", "/slack/api/chat.postMessage", self._post_as_bot),
-                Route("GET", "/slack/messages", lambda call: {"messages": self.messages()}),
+                Route("GET", "/slack/messages", lambda call: {"messages": self.messages(call.text("containing"))}),
                 Route("POST", "/slack/_fail", self._fail),
             ]
         )

@@ -1,6 +1,6 @@
 """A serving container that answers every completion with "ok"; see train_noop.
 
-Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.05 s.
+Each answer names its revision as `system_fingerprint`. A stream with `max_tokens` has so many parts, one each 0.1 s.
 To "fail unless REVISION" every other revision answers 500, and to "slow unless REVISION" after a second.
 To a request of the parity seal (dropforge/stages/parity.py) it answers with the ids 7 and 8. With DROPFORGE_ADAPTERS it
 answers for their names and the base's alone, with ids that are those of the adapter's digest.
@@ -130,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             delta, ended = ({"content": "ok"}, None) if number < parts else ({}, "stop")
             choice = {"index": 0, "delta": delta, "finish_reason": ended}
             self.send_chunk({**head, "system_fingerprint": REVISION, "choices": [choice]})
-            time.sleep(0.05)
+            time.sleep(0.1)
         self.send_chunk("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
