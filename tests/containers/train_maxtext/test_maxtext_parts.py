@@ -399,15 +399,12 @@ def test_a_package_that_is_not_used_costs_nothing_until_it_is_used(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(imports, "UNUSED", frozenset({"rarely_used"}))
-    gc.enable()
-    try:
-        with imports.quick_imports():
-            assert not gc.isenabled()
-            package = importlib.import_module("rarely_used")
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    frozen, was_enabled = gc.get_freeze_count(), gc.isenabled()
+    with imports.quick_imports():
+        assert not gc.isenabled()
+        package = importlib.import_module("rarely_used")
+    assert gc.isenabled() is was_enabled
+    assert gc.get_freeze_count() > frozen
     assert not (tmp_path / "executed").exists()
     assert package.VALUE == 3
     assert (tmp_path / "executed").exists()
