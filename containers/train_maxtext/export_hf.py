@@ -13,6 +13,7 @@ from typing import Any
 from containers.common import chat
 from containers.common.errors import code_error
 
+from .imports import quick_imports
 from .maxtext_settings import common, use_source_config
 from .stages import stage_main
 from .work import Result, Work
@@ -23,8 +24,9 @@ Tensors = dict[str, tuple[str, list[int]]]
 def run(work: Work) -> Result:
     """Write DIRECTORY/export/model, and check its tensors against the base model's files."""
     prepared, verified = work.done("prepare"), work.done("verify")
-    from absl import flags
-    from maxtext.checkpoint_conversion import to_huggingface
+    with quick_imports():
+        from absl import flags
+        from maxtext.checkpoint_conversion import to_huggingface
 
     base, directory = Path(prepared["base"]), work.exported / "model"
     shutil.rmtree(work.exported, ignore_errors=True)

@@ -29,13 +29,15 @@ class BatchHooks(SFTDataHooks):  # type: ignore[misc]
         self.train_data_iterator, self.eval_data_iterator = source, None
         self.train_batch = self.eval_batch = None
         self.train_tokens = 0
-        self._mesh = mesh
+        self._local: list[dict[str, Any]] = []  # at most one batch: the loader's next
+        # One loader for all batches: when MaxText's loader ends, it looks through every process of the machine.
+        self._loader = MultiHostDataLoadIterator(iter(self._local.pop, None), mesh)
         self._shardings = get_input_data_sharding(config, mesh)
 
     def put(self, batch: dict[str, Any]) -> Any:
         """Put a batch of all hosts on their devices; each host gives its own part of the sequences."""
-        local = part(batch, jax.process_index(), jax.process_count())
-        return jax.device_put(next(MultiHostDataLoadIterator([local], self._mesh)), self._shardings)
+        self._local.append(part(batch, jax.process_index(), jax.process_count()))
+        return jax.device_put(next(self._loader), self._shardings)
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
         batch = next(self.train_data_iterator, None)

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 
+from .imports import quick_imports
 from .maxtext_settings import common, use_source_config
 from .stages import stage_main
 from .work import Result, Work
@@ -18,7 +19,8 @@ def run(work: Work) -> Result:
     """Write DIRECTORY/imported/0/items in 32 bits, which optimisers need, whatever the type of the base."""
     prepared = work.done("prepare")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
-    from maxtext.checkpoint_conversion import to_maxtext
+    with quick_imports():
+        from maxtext.checkpoint_conversion import to_maxtext
 
     shutil.rmtree(work.imported, ignore_errors=True)
     use_source_config(prepared)

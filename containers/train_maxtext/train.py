@@ -20,6 +20,7 @@ from containers.common.evaluation import steps_between
 from dropforge.spec import JobSpec
 
 from .batches import Data
+from .imports import quick_imports
 from .maxtext_settings import common
 from .methods import load_method
 from .prepare import step_size, total_steps
@@ -46,11 +47,12 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
 
     The result has the last step, and from before and after: the loss on the probe rows, and the held-out rows' scores.
     """
-    import jax
-    from maxtext.configs import pyconfig
-    from maxtext.trainers.post_train.sft import train_sft
+    with quick_imports():
+        import jax
+        from maxtext.configs import pyconfig
+        from maxtext.trainers.post_train.sft import train_sft
 
-    from .hooks import BatchHooks, Curve, StepHooks, judge, probe_loss
+        from .hooks import BatchHooks, Curve, StepHooks, judge, probe_loss
 
     parse_flags()
     spec, prepared, data = work.spec, work.done("prepare"), Data.load(work.rows)

@@ -245,6 +245,9 @@ class Relay:
 def worker_environment(*, tpu: bool) -> dict[str, str]:
     """The environment of every Ray worker of this job. MaxText uses stubs of its cloud clients, as in all stages."""
     environment = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    # Ray Train's watcher would tell the training that a host is about to end, which the training does not ask. It is a
+    # process at each start of the workers.
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     return environment if tpu else {**environment, "JAX_PLATFORMS": "cpu"}
 
 

@@ -37,15 +37,13 @@ from dropforge_local.stack.deployment import libraries_environment
 
 from . import forked
 from .forked import Forked
+from .maxtext import base_qwen3, image_driver, uninterrupted_maxtext
+from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC
 
-ROOT = Path(__file__).resolve().parents[2]
-PROJECT = "test-project"
-TOPIC = f"projects/{PROJECT}/topics/job-events"
+# What files import from here, and the fixtures of maxtext.py.
+__all__ = ["DATA", "PROJECT", "ROOT", "RUNS", "RUN_KEY", "TOPIC", "base_qwen3", "image_driver", "uninterrupted_maxtext"]
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
 MARK = b"the last message so far"
-RUNS = "runs-bucket"
-RUN_KEY = "5" * 64
-DATA = "data-bucket"
 CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
 

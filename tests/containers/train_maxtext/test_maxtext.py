@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.patience import TRAIN_SECONDS
 
 from containers.common.chat import encode, load_tokenizer
 from containers.common.evaluation import Score, evaluate
 from containers.train_maxtext.check import read_rows
 from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import (
-    COMPLETE,
     Manifest,
     checkpoints,
     download_prefix,
@@ -35,120 +27,17 @@ from dropforge.run.artifacts import (
 )
 from dropforge.run.seal import read_seal
 from dropforge.run.series import read_series
-from dropforge_local import tiny
-from dropforge_local.containers.images import ImageStore
 
-from ..conftest import RUN_KEY
+from ..maxtext import CANARY, PERIOD, SECRET, STEPS, Driver, Uninterrupted, job_spec, wait_for_step
+from ..names import DATA, RUN_KEY, RUNS
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[3]
-PROJECT, TOPIC = "test-project", "projects/test-project/topics/job-events"
-RUNS, DATA = "runs-bucket", "data-bucket"
-BASE = f"gs://{DATA}/tiny-qwen3"
-CANARY = "canary-7b2e-not-a-known-prefix"
-STEPS, PERIOD = 60, 20
 # The same batches and arithmetic: only the compiled code differs.
 LOSS_TOLERANCE = 1e-4
 EXPORT_TOLERANCE = 1e-3  # MaxText rounds the tied embedding to bfloat16; transformers does not
 
-# For models of this size, compiling takes longer than training: XLA does not optimise, and build/ keeps all programs.
-XLA_PROGRAMS = ROOT / "build" / "xla"
-QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-
 Spec = Callable[..., dict[str, Any]]
-
-
-@dataclass
-class Attempt:
-    """A process of the driver, and its output."""
-
-    run: str
-    process: subprocess.Popen[str]
-    output: str = ""
-
-    def wait(self, timeout: float = TRAIN_SECONDS) -> int:
-        self.output = self.process.communicate(timeout=timeout)[0]
-        return self.process.returncode
-
-    def kill(self) -> None:
-        """Kill all processes, as the kernel does when a container's first process is killed."""
-        for process in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
-            process.kill()
-        self.wait()
-
-
-class Driver:
-    """Starts attempts: with an image's `command`, `environment` and `directory`, by default with the repository's."""
-
-    def __init__(
-        self,
-        cloud: Any,
-        command: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
-        directory: Path = ROOT,
-    ) -> None:
-        self.cloud = cloud
-        self.directory = directory  # `python -m` imports from it first
-        self.command = command or (sys.executable, "-P", "-m", "containers.train_maxtext.driver")
-        self.environment = environment or {"PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"}
-        self.started: list[Attempt] = []
-
-    def start(self, spec: dict[str, Any], run: str = "", attempt: int = 1, **environment: str) -> Attempt:
-        run = run or f"test-{uuid.uuid4().hex[:12]}"
-        self.cloud.put(RUNS, f"runs/{run}/spec.json", json.dumps(spec))
-        values = {
-            **self.cloud.environment(),
-            **QUICK_XLA,
-            **self.environment,
-            "DROPFORGE_PROJECT": PROJECT,
-            "DROPFORGE_RUN": run,
-            "DROPFORGE_ATTEMPT": str(attempt),
-            "DROPFORGE_RUNS_BUCKET": RUNS,
-            "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
-            "DROPFORGE_RUN_KEY": RUN_KEY,
-            **environment,
-        }
-        if "DROPFORGE_WORK_DIRECTORY" in values:
-            use_compiled_programs(Path(values["DROPFORGE_WORK_DIRECTORY"]) / run)
-        process = subprocess.Popen(
-            self.command,
-            env=values,
-            cwd=self.directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started.append(Attempt(run, process))
-        return self.started[-1]
-
-    def end(self) -> None:
-        for attempt in self.started:
-            if attempt.process.poll() is None:
-                attempt.kill()
-
-
-def use_compiled_programs(work: Path) -> None:
-    """Give an attempt the programs that earlier test runs compiled, as on a machine that trained before."""
-    XLA_PROGRAMS.mkdir(parents=True, exist_ok=True)
-    work.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (work / "xla").symlink_to(XLA_PROGRAMS)
-
-
-@pytest.fixture
-def driver(cloud: Any) -> Iterator[Driver]:
-    driver = Driver(cloud)
-    yield driver
-    driver.end()
-
-
-@pytest.fixture(scope="session")
-def base_qwen3(cloud: Any) -> Path:
-    """The base model, uploaded to the bucket. Made once, in about 20 s, and kept in build/tiny."""
-    directory = tiny.base_model(ROOT / "build" / "tiny", "qwen3")
-    upload_directory(cloud.client, directory, BASE)
-    return directory
 
 
 @pytest.fixture(scope="session")
@@ -156,33 +45,11 @@ def spec() -> Spec:
     return job_spec
 
 
-def job_spec(**changes: Any) -> dict[str, Any]:
-    """A job spec that this container trains in seconds; `changes` replace or extend its parts."""
-    document: dict[str, Any] = {
-        "api_version": "dropforge/v1",
-        "name": "tiny",
-        "model": {"source": BASE},
-        "dataset": {
-            "source": f"gs://{DATA}/rows.jsonl",
-            "columns": {"prompt": tiny.PROMPT, "completion": "{answer}"},
-        },
-        "training": {
-            "adapter": {"type": "none"},
-            "max_steps": STEPS,
-            "learning_rate": 3e-3,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "max_length": 128,
-            "checkpoint_steps": PERIOD,
-        },
-        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
-        "evaluation": {"holdout_fraction": 0.05, "max_rows": 16, "max_new_tokens": 40},
-        "serve": None,
-    }
-    for name, change in changes.items():
-        part = document.get(name)
-        document[name] = {**part, **change} if isinstance(part, dict) and isinstance(change, dict) else change
-    return document
+@pytest.fixture
+def driver(cloud: Any) -> Iterator[Driver]:
+    driver = Driver(cloud)
+    yield driver
+    driver.end()
 
 
 @pytest.mark.parametrize(
@@ -220,20 +87,6 @@ def test_a_deadline_in_the_past_ends_at_once(driver: Driver, spec: Spec, base_qw
     assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
 
 
-@pytest.fixture(scope="session")
-def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """The container as the local stack starts it: the image's own files and command, and MaxText's environment."""
-    directory = tmp_path_factory.mktemp("maxtext")
-    process = (
-        ImageStore(ROOT, directory / "images", Path(sys.executable))
-        .resolve("train-maxtext")
-        .unpack(directory / "rootfs")
-    )
-    driver = Driver(cloud, process.argv, dict(process.env), process.workdir)
-    yield driver
-    driver.end()
-
-
 @dataclass
 class Chain:
     """Three attempts of one run, and the result of the same training without interruption."""
@@ -250,41 +103,34 @@ class Chain:
 
 @pytest.fixture(scope="session")
 def chain(
-    image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+    image_driver: Driver,
+    cloud: Any,
+    uninterrupted_maxtext: Uninterrupted,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Chain:
-    """Kill the first attempt after its trainer finished but saved little; resume and stop on a second disk; finish."""
-    first_disk, second_disk = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("disk")
-    document = spec(secrets={"MY_KEY": "my-key"})
-
-    def start(disk: Path, run: str, attempt: int) -> Attempt:
-        # Enough time to save a checkpoint on a machine that is busy with other tests.
-        more = {"DROPFORGE_WORK_DIRECTORY": str(disk), "MY_KEY": CANARY, "DROPFORGE_GRACE_SECONDS": "100"}
-        return image_driver.start(document, run, attempt, **more)
-
-    first = start(first_disk, "", 1)
+    """The first attempt was killed after it had saved little; resume and stop on a second disk; finish."""
+    first, disk = uninterrupted_maxtext, tmp_path_factory.mktemp("disk")
     run = first.run
-    wait_for_object(cloud, f"checkpoints/{run}/step-{PERIOD:08d}/{COMPLETE}", first)
-    os.kill(first.process.pid, signal.SIGSTOP)  # it uploads no more; the trainer continues
-    expected = wait_for_result(first_disk / run, "train", first)
-    first.kill()
-    saved_after_kill = checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].step
-    second = start(second_disk, run, 2)
-    wait_for_step(second_disk / run / "progress.jsonl", saved_after_kill + 1, second)
+    # Enough time to save a checkpoint on a machine that is busy with other tests.
+    more = {"DROPFORGE_WORK_DIRECTORY": str(disk), "DROPFORGE_GRACE_SECONDS": "100", **SECRET}
+    second = image_driver.start(first.document, run, 2, **more)
+    wait_for_step(disk / run / "progress.jsonl", first.saved + 1, second)
     second.process.send_signal(signal.SIGTERM)
     second.wait()
     preempted_step = checkpoints(cloud.client, RUNS, run, RUN_KEY)[0].step
-    third = start(second_disk, run, 3)
+    third = image_driver.start(first.document, run, 3, **more)
     third.wait()
     manifest = read_manifest(cloud.client, RUNS, run, RUN_KEY)
     assert manifest is not None, third.output
+    attempts = (first.attempt, second, third)
     return Chain(
         run,
-        [first.output, second.output, third.output],
-        [attempt.process.returncode for attempt in (first, second, third)],
+        [attempt.output for attempt in attempts],
+        [attempt.process.returncode for attempt in attempts],
         preempted_step,
-        saved_after_kill,
-        second_disk / run,
-        expected,
+        first.saved,
+        disk / run,
+        first.result,
         manifest,
     )
 
@@ -460,32 +306,6 @@ def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     assert metrics["loss_before"] == pytest.approx(base.loss, abs=EXPORT_TOLERANCE)
     # Saved in 16 bits, like the base.
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-2)
-
-
-def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> None:
-    deadline = time.monotonic() + timeout
-    while not cloud.client.bucket(RUNS).blob(name).exists():
-        assert attempt.process.poll() is None, attempt.process.communicate()[0]
-        assert time.monotonic() < deadline, f"no {name} in {timeout} s"
-        time.sleep(0.1)
-
-
-def wait_for_step(progress: Path, step: int, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> None:
-    deadline = time.monotonic() + timeout
-    while not (progress.exists() and f'"step": {step},' in progress.read_text()):
-        assert attempt.process.poll() is None, attempt.process.communicate()[0]
-        assert time.monotonic() < deadline, f"no step {step} in {timeout} s"
-        time.sleep(0.02)
-
-
-def wait_for_result(directory: Path, stage: str, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> dict[str, Any]:
-    """The result of a stage, once it is there."""
-    path, deadline = directory / "stages" / f"{stage}.json", time.monotonic() + timeout
-    while not path.exists():
-        assert attempt.process.poll() is None, attempt.process.communicate()[0]
-        assert time.monotonic() < deadline, f"no {path} in {timeout} s"
-        time.sleep(0.1)
-    return dict(json.loads(path.read_text()))
 
 
 def stages_of(output: str) -> dict[str, str]:

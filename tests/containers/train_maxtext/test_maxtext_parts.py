@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import struct
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from containers.common.report import Reporter
 from containers.common.rows import Row, Split
 from containers.common.stop import Stopped
 from containers.common.token_rows import TokenRows
-from containers.train_maxtext import check, stages
+from containers.train_maxtext import check, imports, stages
 from containers.train_maxtext.batches import Data, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
@@ -387,6 +390,25 @@ def test_methods_are_known_by_the_names_of_the_spec() -> None:
     assert starts_from_base == {"pretrain": False, "sft": True}
     with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of pretrain, sft"):
         load_method("dpo")
+
+
+def test_a_package_that_is_not_used_costs_nothing_until_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rarely_used.py").write_text("open('executed', 'w').close()\nVALUE = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(imports, "UNUSED", frozenset({"rarely_used"}))
+    frozen, was_enabled = gc.get_freeze_count(), gc.isenabled()
+    with imports.quick_imports():
+        assert not gc.isenabled()
+        package = importlib.import_module("rarely_used")
+    assert gc.isenabled() is was_enabled
+    assert gc.get_freeze_count() > frozen
+    assert not (tmp_path / "executed").exists()
+    assert package.VALUE == 3
+    assert (tmp_path / "executed").exists()
+    assert not any(isinstance(finder, imports.LazyFinder) for finder in sys.meta_path)
 
 
 TRAINER = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,33 +23,31 @@ import psutil
 import pytest
 from tests.patience import TRAIN_SECONDS
 
+from containers.train_maxtext.work import Work
 from dropforge.run.artifacts import read_manifest, verify_manifest
+from dropforge.spec import JobSpec
 from dropforge_local import shims
 from dropforge_local.containers.images import ImageStore, Process
 
-from ..conftest import RUN_KEY
-from ..train_maxtext.test_maxtext import (
+from ..maxtext import (
+    PERIOD,
     QUICK_XLA,
-    ROOT,
-    RUNS,
+    STEPS,
     Attempt,
     Driver,
-    Spec,
-    base_qwen3,
-    spec,
+    Uninterrupted,
+    job_spec,
     wait_for_object,
     wait_for_step,
 )
+from ..names import ROOT, RUN_KEY, RUNS
 
 pytestmark = pytest.mark.slow
 
 HOSTS, CHIPS = 2, 4
-STEPS = 20
-ROWS = 16  # of a step and all hosts
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 # One host and two hosts train the same batches; only the order of the sums differs.
 LOSS_TOLERANCE = 1e-4
-__all__ = ["base_qwen3", "spec"]
 
 
 class Cluster:
@@ -108,7 +105,7 @@ class Cluster:
                 assert time.monotonic() < deadline, [node.poll() for node in self.nodes]
                 if self.nodes[number].poll() is not None:
                     self.nodes[number] = self.starts[number]()
-                time.sleep(0.3)
+                time.sleep(0.5)
 
     def workers(self) -> list[psutil.Process]:
         """Ray Train's workers, one on each host."""
@@ -186,18 +183,22 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
 
 @pytest.mark.timeout(5 * TRAIN_SECONDS)  # it waits for three trainings, one after the other
 def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one_host_does(
-    driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, series: Any, tmp_path: Path
+    driver: Driver, cluster: Cluster, uninterrupted_maxtext: Uninterrupted, events: Any, series: Any, tmp_path: Path
 ) -> None:
     """A killed worker costs the steps since the last checkpoint; a stopped attempt costs no step."""
-    document = spec(training={"max_steps": STEPS, "checkpoint_steps": 5, "per_device_train_batch_size": ROWS // HOSTS})
+    alone = uninterrupted_maxtext.result
+    rows = job_spec()["training"]["per_device_train_batch_size"]
+    document = job_spec(training={"per_device_train_batch_size": rows // HOSTS})
+    run = f"test-{uuid.uuid4().hex[:12]}"
+    work, saved = tmp_path / "work" / run, f"checkpoints/{run}/maxtext/run/checkpoints"
+    import_as(uninterrupted_maxtext, work, document)
     # Enough time to save a checkpoint on a machine that is busy with other tests.
-    first = driver.start(document, DROPFORGE_GRACE_SECONDS="100")
-    work, saved = tmp_path / "work" / first.run, f"checkpoints/{first.run}/maxtext/run/checkpoints"
-    wait_for_object(driver.cloud, f"{saved}/5/commit_success.txt", first)
+    first = driver.start(document, run, DROPFORGE_GRACE_SECONDS="100")
+    wait_for_object(driver.cloud, f"{saved}/{PERIOD}/commit_success.txt", first)
     cluster.workers()[-1].kill()
     resumed = wait_for_second_start(work / "progress.jsonl", first)
-    assert resumed >= 5
-    assert resumed % 5 == 0
+    assert resumed >= PERIOD
+    assert resumed % PERIOD == 0
     wait_for_step(work / "progress.jsonl", resumed + 1, first)
     with ThreadPoolExecutor(1) as pool:
         addresses = pool.submit(cluster.listens_on)  # takes seconds on a busy machine, and training must not end first
@@ -206,7 +207,6 @@ def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one
     assert first.wait() == 75, first.output[-3000:] + logs_of(work)
     elsewhere = tmp_path / "elsewhere"
     second = driver.start(document, first.run, 2, DROPFORGE_WORK_DIRECTORY=str(elsewhere))
-    alone = train_alone(driver, work, tmp_path / "alone")  # while the second attempt runs
     code = second.wait()
     assert code == 0, second.output[-3000:] + logs_of(elsewhere / first.run)
 
@@ -247,22 +247,15 @@ def wait_for_second_start(progress: Path, attempt: Attempt, timeout: float = TRA
             return starts[1]
         assert attempt.process.poll() is None, attempt.process.communicate()[0]
         assert time.monotonic() < deadline, f"the training did not start again in {timeout} s"
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
-def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
-    """The result of the same rows and weights in one process, with all rows of a step on its single device."""
-    shutil.copytree(work, directory)
-    shutil.rmtree(directory / "training", ignore_errors=True)
-    prepared = json.loads((directory / "stages" / "prepare.json").read_text())
-    (directory / "stages" / "prepare.json").write_text(json.dumps({**prepared, "batch_size": ROWS}))
-    imported = {"parameters": str(directory / "imported" / "0" / "items")}
-    (directory / "stages" / "import.json").write_text(json.dumps(imported))
-    environment = {**driver.environment, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
-    command = [driver.command[0], "-m", "containers.train_maxtext.train", str(directory)]
-    made = subprocess.run(command, env=environment, cwd=driver.directory, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr[-3000:]
-    return dict(json.loads((directory / "stages" / "train.json").read_text()))
+def import_as(trained: Uninterrupted, work: Path, document: dict[str, Any]) -> None:
+    """Give an attempt the imported weights of another run of the same base model, as if it had imported them itself."""
+    work.mkdir(parents=True)
+    shared = Work(work)
+    shared.begin(JobSpec.model_validate(document).model_dump(mode="json", by_alias=True), [])
+    shared.write_result("import", {"parameters": str(trained.work / "imported" / "0" / "items")})
 
 
 def logs_of(work: Path) -> str:
