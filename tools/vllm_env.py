@@ -45,7 +45,8 @@ def impossible() -> str:
 def install(directory: Path) -> str:
     """Create the environment; return the installer's problem, or ""."""
     print(f"creating {directory} (about 3 GB, one to two minutes)", file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", "--without-pip", str(directory)], check=True)
+    # With pip come Python 3.11's setuptools, which vLLM imports and which no package of the locks requires.
+    subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", str(directory)], check=True)
     command = [uv.program(), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
     command += ["--no-deps", "--require-hashes", "--no-build"]
     for lock in LOCKS:
