@@ -40,7 +40,13 @@ class Process:
     """A running command. A test can wait for its output."""
 
     def __init__(self, command: list[str], directory: Path) -> None:
-        clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
+        # A stack keeps to the ports of this worker of pytest: the stack of another worker would look like a leftover.
+        kept = ("DROPFORGE_STACK_PORTS",)
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name in kept or not (name.startswith("DROPFORGE_") or "EMULATOR" in name)
+        }
         self.output = directory / f"output-{time.monotonic_ns()}"
         with self.output.open("wb") as file:
             self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)

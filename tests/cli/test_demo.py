@@ -184,7 +184,7 @@ def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_pa
     assert re.match(r"error: .*choose other ports with --http-port", taken.text(), re.S), taken.text()
     assert len(taken.text().splitlines()) <= 2
     down = start("down", command=COMMAND)
-    assert down.code() == 0
+    assert down.code() == 0, down.text()
     assert re.fullmatch(r"ended stack \(pid \d+\)\n", down.text())
     assert start("down", command=COMMAND).code() == 0
 
