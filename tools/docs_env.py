@@ -5,7 +5,6 @@ tools/docs.lock.txt pins its packages. Prints the path of the interpreter. Exit 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +25,11 @@ def create(directory: Path) -> str:
     """Create the environment; return the installer's problem, or ""."""
     print(f"creating {directory} (40 MB, some seconds)", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", "--without-pip", str(directory)], check=True)
-    command = [uv.program(), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
-    command += ["--no-deps", "--require-hashes", "--requirement", str(LOCK)]
-    done = subprocess.run(command, env={**os.environ, **uv.settings()}, stderr=subprocess.PIPE, text=True)
-    return f"the site's packages cannot be installed: {done.stderr.strip()[-600:]}" if done.returncode else ""
+    try:
+        uv.install(directory / "bin" / "python", LOCK)  # it prints its problem
+    except subprocess.CalledProcessError as error:
+        return f"the site's packages cannot be installed: uv ended with {error.returncode}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an engine compiles, and the limits of an archive of it."""
+    """A kind of compiled code: where an engine writes it, and the limits of its archive."""
 
     name: str
     places: tuple[str, ...]  # directories of compiled code; others have the model's files, or figures of one machine

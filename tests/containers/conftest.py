@@ -38,9 +38,9 @@ from dropforge_local.stack.deployment import libraries_environment
 from . import forked
 from .forked import Forked
 from .maxtext import base_qwen3, image_driver, uninterrupted_maxtext
-from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC
+from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC, attempt_environment, changed
 
-# What files import from here, and the fixtures of maxtext.py.
+# The names that other files import from this file, and the fixtures that maxtext.py defines.
 __all__ = ["DATA", "PROJECT", "ROOT", "RUNS", "RUN_KEY", "TOPIC", "base_qwen3", "image_driver", "uninterrupted_maxtext"]
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
 MARK = b"the last message so far"
@@ -126,12 +126,7 @@ class Trainer:
         values = {
             **self.cloud.environment(),
             "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",  # /app has the same packages
-            "DROPFORGE_PROJECT": PROJECT,
-            "DROPFORGE_RUN": run,
-            "DROPFORGE_ATTEMPT": str(attempt),
-            "DROPFORGE_RUNS_BUCKET": RUNS,
-            "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
-            "DROPFORGE_RUN_KEY": RUN_KEY,
+            **attempt_environment(run, attempt),
         }
         if processes > 1:
             values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
@@ -335,7 +330,4 @@ def job_spec(**changes: Any) -> dict[str, Any]:
         "evaluation": {"holdout_fraction": 0.1, "max_new_tokens": 40},
         "serve": None,
     }
-    for name, change in changes.items():
-        part = document.get(name)
-        document[name] = {**part, **change} if isinstance(part, dict) and isinstance(change, dict) else change
-    return document
+    return changed(document, changes)

@@ -23,7 +23,7 @@ from dropforge.run.artifacts import COMPLETE, checkpoints, upload_directory
 from dropforge_local import tiny
 from dropforge_local.containers.images import ImageStore
 
-from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC
+from .names import DATA, ROOT, RUN_KEY, RUNS, attempt_environment, changed
 
 BASE = f"gs://{DATA}/tiny-qwen3"
 CANARY = "canary-7b2e-not-a-known-prefix"
@@ -80,12 +80,7 @@ class Driver:
             **self.cloud.environment(),
             **QUICK_XLA,
             **self.environment,
-            "DROPFORGE_PROJECT": PROJECT,
-            "DROPFORGE_RUN": run,
-            "DROPFORGE_ATTEMPT": str(attempt),
-            "DROPFORGE_RUNS_BUCKET": RUNS,
-            "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
-            "DROPFORGE_RUN_KEY": RUN_KEY,
+            **attempt_environment(run, attempt),
             **environment,
         }
         if "DROPFORGE_WORK_DIRECTORY" in values:
@@ -146,10 +141,7 @@ def job_spec(**changes: Any) -> dict[str, Any]:
         "evaluation": {"holdout_fraction": 0.05, "max_rows": 16, "max_new_tokens": 40},
         "serve": None,
     }
-    for name, change in changes.items():
-        part = document.get(name)
-        document[name] = {**part, **change} if isinstance(part, dict) and isinstance(change, dict) else change
-    return document
+    return changed(document, changes)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What XLA compiles on a TPU VM: a restart finds it on the machine's disk, and a new machine in the bucket.
+"""XLA's programs on a TPU VM: a restart finds them on the machine's disk, and a new machine in the bucket.
 
 The serving container is real. A program stands for `vllm`, because the real one has no chips here
 (tests/images/containers/serve_chips).

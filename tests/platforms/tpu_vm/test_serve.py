@@ -228,7 +228,7 @@ def test_the_reason_that_an_endpoint_does_not_answer_is_reported(
 
 
 def test_a_machine_keeps_what_xla_compiles(cloud: Cloud, tmp_path: Path) -> None:
-    """By what the machine's metadata and the startup script give the container: image, directory, type of the TPU."""
+    """The metadata of the machine and the startup script give the container its image, directory and type of TPU."""
     run, client = cloud.run("serve-chips"), clients.storage()
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     commit(client, "runs", run, tmp_path, cloud.store.key(run))
