@@ -193,9 +193,9 @@ def measure_rate(user: User, count: int) -> None:
         used.append(Cpu.now(user.info).since(before))
         user.check_ended(runs, "SUCCEEDED")
     middle = statistics.median(seconds)
-    print(f"{count} no-op runs at once: all succeeded in {middle:.1f} s, {count / middle:.1f} per second (of three)")
+    print(f"{count} no-op runs at once: all succeeded in {middle:.1f} s, {count / middle:.1f} per second")
     cpu = Cpu(*map(statistics.median, zip(*used, strict=True)))
-    print(f"CPU per run: {cpu.each(count)} (of three); memory: {describe_memory(user.info)}")
+    print(f"CPU per run: {cpu.each(count)}; memory: {describe_memory(user.info)}")
 
 
 class Cpu(NamedTuple):

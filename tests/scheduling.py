@@ -1,11 +1,12 @@
-"""How `make test` divides the suite between three workers on two cores.
+"""How `make test` divides the suite between four workers on two cores.
 
-Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the two
-other workers take the files that wait. A worker without files of its own kind takes files of the other kind. Files that
-take minutes come first, so that the last files are short and the workers end at the same time. The computing worker has
-a low priority: a waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share
-fixtures. The first files to compute share trainings (the fixtures `uninterrupted` and `two_ranks`), and need neither
-MaxText's nor vLLM's environment: both are installed while the first tests run (conftest.py).
+Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the
+three other workers take the files that wait. A worker without files of its own kind takes files of the other kind.
+Files that take minutes come first, so that the last files are short and the workers end at the same time. If many files
+that wait came last, no file that computes would use the cores meanwhile. The computing worker has a low priority: a
+waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share fixtures. The first
+files to compute share trainings (the fixtures `uninterrupted` and `two_ranks`), and need neither MaxText's nor vLLM's
+environment: both are installed while the first tests run (conftest.py).
 """
 
 from __future__ import annotations
@@ -38,25 +39,38 @@ COMPUTE = (
     "tests/contract/test_functions_stand_alone.py",
     "tests/containers/test_real_images.py",
 )
-# The files that wait and take a minute or more, the longest first.
+# The files that wait and take half a minute or more, about in the order of their length.
 LONG = (
-    "tests/cli/test_demo.py",
-    "tests/portable/test_macos.py",
-    "tests/stack/test_faults.py",
-    "tests/stack/test_clients.py",
     "tests/stack/test_endpoints.py",
     "tests/stack/test_targets.py",
-    "tests/mutants/test_mutants.py",
-    "tests/emulators/tpu/test_startup.py",
-    "tests/stack/test_every_write.py",
-    "tests/stack/test_platform_elsewhere.py",
-    "tests/stack/test_crash.py",
-    "tests/platforms/tpu_vm/test_train.py",
-    "tests/platforms/tpu_vm/test_training_vm.py",
-    "tests/stack/test_same_lives.py",
+    "tests/cli/test_demo.py",
+    "tests/portable/test_macos.py",
+    "tests/stack/test_canary.py",
+    "tests/stack/test_rollouts.py",
     "tests/contract/test_calls.py",
+    "tests/stack/test_faults.py",
+    "tests/stack/test_console.py",
+    "tests/stack/test_tpu_vm.py",
+    "tests/emulators/tpu/test_startup.py",
+    "tests/stack/test_sweep.py",
+    "tests/stack/test_endpoints_tpu_vm.py",
+    "tests/stack/test_copies.py",
+    "tests/stack/test_platform_elsewhere.py",
+    "tests/mutants/test_mutants.py",
+    "tests/stack/test_same_lives.py",
+    "tests/stack/test_crash.py",
+    "tests/stack/test_clients.py",
+    "tests/emulators/cloudrun/test_restart.py",
+    "tests/platforms/tpu_vm/test_train.py",
+    "tests/emulators/kubernetes/test_recovery.py",
+    "tests/platforms/tpu_vm/test_training_vm.py",
+    "tests/containers/serve_vllm/test_compiled.py",
+    "tests/stack/test_counts.py",
+    "tests/stack/test_every_write.py",
     "tests/stack/test_canaries.py",
     "tests/stack/test_hostile.py",
+    "tests/stack/test_waits.py",
+    "tests/stack/test_without_gateway.py",
 )
 
 

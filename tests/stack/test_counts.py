@@ -8,9 +8,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+
 from bench.calls import Counts, count_runs, usage_of
 from bench.stack import User, running_stack
-
 from dropforge.control_plane import RUN, Usage
 
 RUNS = 6

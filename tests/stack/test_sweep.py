@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import requests
-from bench import crowd
 from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
 from tests.patience import PATIENCE_SECONDS
 
+from bench import crowd
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.platforms import get_target

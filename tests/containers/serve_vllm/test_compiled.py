@@ -19,9 +19,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from bench import cold_start
 from tests.patience import PATIENCE_SECONDS
 
+from bench import cold_start
 from containers.serve_vllm import compiled
 from containers.serve_vllm.adapters import Loaded
 from containers.serve_vllm.compiled import CODE, PROGRAMS, Kept, Kind, Start, Unfit, fetch, keep, pack, unpack

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import cold_start
 from tests.patience import PATIENCE_SECONDS
 
+from bench import cold_start
 from containers.serve_vllm.compiled import PROGRAMS, Kept, fetch, keep
 from dropforge.run.starts import PARTS, read_start
 from dropforge_local.base.ports import free_port

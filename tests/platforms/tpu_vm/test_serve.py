@@ -16,9 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from bench.cold_start import commit
 from tests.patience import until
 
+from bench.cold_start import commit
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.cloud import tpu

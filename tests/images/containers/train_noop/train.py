@@ -1,28 +1,55 @@
 """A training container that trains nothing and keeps the real one's contract; the standard library only, so that it
 starts in milliseconds. The spec's label `behave` says what becomes of it (see BEHAVIOURS).
+
+The suite and the benchmarks start thousands of these containers, and imports take most of their processor time. So they
+use the modules below `hmac`, `json`, `signal` and `socket`, and import no `typing`.
 """
 
+from __future__ import annotations
+
 import binascii
-import json
 import os
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from _hashlib import hmac_digest
+from _json import encode_basestring_ascii, make_encoder, make_scanner
+from _socket import socket
 from datetime import UTC, datetime
-from hmac import digest
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+    from typing import Any
+else:
+    import _signal as signal
 
 RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
 KEY = os.environ.get("DROPFORGE_RUN_KEY", "").encode()
 BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
 HOST, PORT = os.environ["STORAGE_EMULATOR_HOST"].removeprefix("http://").split(":")
 FUNCTIONS, METADATA = os.environ["DROPFORGE_ACCESS_URL"], os.environ["GCE_METADATA_HOST"]
-connections: dict[str, socket.socket] = {}
+connections: dict[str, socket] = {}
 granted: Any = None
 sequence = 0
 held: dict[str, object] | None = None  # the event of the start, which the event of the end will tell
+
+
+class Reader:
+    """How `json` reads, in the terms of its scanner."""
+
+    strict, object_hook, object_pairs_hook = True, None, None
+    parse_float, parse_int, parse_constant = float, int, float
+
+
+def loads(text: str | bytes) -> Any:
+    scan = make_scanner(Reader())  # type: ignore[arg-type]
+    return scan(text.decode() if isinstance(text, bytes) else text, 0)[0]
+
+
+def dumps(value: object, comma: str = ", ", colon: str = ": ", sort_keys: bool = False) -> str:
+    encode = make_encoder({}, repr, encode_basestring_ascii, None, colon, comma, sort_keys, False, True)
+    return "".join(encode(value, 0))
 
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -43,7 +70,7 @@ def access() -> Any:
         headers, body = f"Authorization: Bearer {identity.decode()}\r\n", os.environ["DROPFORGE_ACCESS_REQUEST"]
         status, answer = send(address, "POST", f"/{name}", body.encode(), headers)
         assert status == 200, answer
-        granted = json.loads(answer)
+        granted = loads(answer)
     return granted
 
 
@@ -63,22 +90,34 @@ def send(address: str, method: str, path: str, body: bytes, headers: str) -> tup
 def exchange(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
     """A request and its response by hand: http.client takes longer to import than this container to run."""
     if address not in connections:
-        host, port = address.split(":")
-        connections[address] = socket.create_connection((host, int(port)), 60)
+        connections[address] = connect(address)
     connection = connections[address]
     head = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{headers}"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
-    with connection.makefile("rb") as file:
-        lines = [file.readline()]
-        while lines[-1] not in (b"", b"\r\n"):
-            lines.append(file.readline())
-        answered = dict(line.lower().split(b":", 1) for line in lines[1:-1])
-        length = int(answered.get(b"content-length", -1))
-        answer = file.read(length) if length > 0 else b""
-        if lines[-1] == b"" or len(answer) != length:
-            raise EOFError("the connection was closed")
-        return int(lines[0].split()[1]), answer
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += receive(connection)
+    status, *lines = answer[: answer.index(b"\r\n\r\n")].split(b"\r\n")
+    content = answer[answer.index(b"\r\n\r\n") + 4 :]
+    answered = dict(line.lower().split(b":", 1) for line in lines)
+    while len(content) < int(answered.get(b"content-length", 0)):
+        content += receive(connection)
+    return int(status.split()[1]), content
+
+
+def connect(address: str) -> socket:
+    host, port = address.split(":")
+    connection = socket()
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def receive(connection: socket) -> bytes:
+    if not (received := connection.recv(1 << 16)):
+        raise EOFError("the connection was closed")
+    return received
 
 
 def disconnect(address: str) -> None:
@@ -96,18 +135,18 @@ def spec() -> Any:
 
 def proof(name: str, content: bytes) -> str:
     """dropforge/run/proof.py."""
-    return digest(KEY, f"{name}\n".encode() + content, "sha256").hex()
+    return hmac_digest(KEY, f"{name}\n".encode() + content, "sha256").hex()
 
 
 def proved(name: str, document: dict[str, Any]) -> bytes:
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-    return json.dumps({**document, "proof": proof(name, canonical)} if KEY else document).encode()
+    canonical = dumps(document, ",", ":", sort_keys=True).encode()
+    return dumps({**document, "proof": proof(name, canonical)} if KEY else document).encode()
 
 
 def log(text: str, **fields: object) -> None:
     """Write a line of the log; `fields` may have a message, which replaces the text."""
     now = datetime.now(UTC).isoformat()
-    print(json.dumps({"time": now, "message": text, **fields}), file=sys.stderr, flush=True)
+    print(dumps({"time": now, "message": text, **fields}), file=sys.stderr, flush=True)
 
 
 def stamp() -> dict[str, object]:
@@ -130,13 +169,13 @@ def publish(kind: str, copies: int = 1, **fields: object) -> None:
     global held
     if held is not None:
         fields["started"], held = held, None
-    content = json.dumps({"type": kind, "run": RUN, "attempt": ATTEMPT, **stamp(), **fields}).encode()
+    content = dumps({"type": kind, "run": RUN, "attempt": ATTEMPT, **stamp(), **fields}).encode()
     log(kind, **fields)
     data = binascii.b2a_base64(content, newline=False).decode()
     attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
     if KEY:
         attributes["proof"] = proof("job-event", content)
-    body = json.dumps({"messages": [{"data": data, "attributes": attributes}] * copies}).encode()
+    body = dumps({"messages": [{"data": data, "attributes": attributes}] * copies}).encode()
     status, answer = request("POST", f"/v1/{TOPIC}:publish", body)
     assert status == 200, answer
 
@@ -216,7 +255,7 @@ def put(name: str, body: bytes) -> Any:
     """Write an object; what the bucket says of it."""
     status, answer = request("POST", f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quoted(name)}", body)
     assert status == 200, answer
-    return json.loads(answer)
+    return loads(answer)
 
 
 def whole() -> int:
@@ -271,7 +310,7 @@ def seal(answer: list[int]) -> dict[str, Any]:
     messages = [{"role": "user", "content": "question"}]
     row = {"row": 1, "messages": messages, "prompt": [2, 10], "answer": answer, "top": top}
     document = {"greedy": True, "dtype": "bfloat16", "rows": [row], "noise": {"divergence": 1e-5, "gap": 1e-3}}
-    return file("seal.json", json.dumps(document).encode())
+    return file("seal.json", dumps(document).encode())
 
 
 def file(name: str, content: bytes) -> dict[str, Any]:

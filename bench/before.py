@@ -1,0 +1,120 @@
+"""Two trees side by side: each benchmark runs in the tree of a commit and in this tree, in turns, on one machine.
+
+`python -m bench --before COMMIT NAME...` writes the commit's tree to build/before/, and creates an environment there by
+the tree's own `make setup`. Both trees are measured by the same program: this tree's `bench/` replaces the other. A
+figure is the median of the rounds. Where two figures differ, the line says `before → now (now / before)`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 3
+HOLE = "\0"  # stands for a number in the text of a line
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
+
+Figures = dict[tuple[str, int], list[float]]  # by the text of a line, and how often the text occurred before it
+
+
+def compare(commit: str, names: Sequence[str]) -> None:
+    """Run the benchmarks `names` in both trees, and print each line of their output once, with both figures.
+
+    Raises SystemExit if there is no such commit, or if a benchmark fails in this tree. If a benchmark fails in the tree
+    before, a line says so, with the last line of its output.
+    """
+    before = tree_of(commit)
+    for name in names:
+        print(f"\n## {name}: {commit} → this tree, medians of {ROUNDS}", flush=True)
+        outputs: dict[Path, list[Figures]] = {before: [], ROOT: []}
+        for _ in range(ROUNDS):
+            for tree, rounds in outputs.items():
+                rounds.append(figures(output_of(name, tree)))
+        for line in lines(outputs[before], outputs[ROOT]):
+            print(line, flush=True)
+
+
+def tree_of(commit: str) -> Path:
+    """Return the folder with the commit's tree, its environment, and this tree's benchmarks."""
+    sha = _run("git", "rev-parse", "--short=12", f"{commit}^{{commit}}", folder=ROOT).strip()
+    tree = ROOT / "build" / "before" / sha
+    if not tree.exists():
+        tree.mkdir(parents=True)
+        with subprocess.Popen(["git", "archive", sha], cwd=ROOT, stdout=subprocess.PIPE) as archive:
+            subprocess.run(["tar", "-x"], cwd=tree, stdin=archive.stdout, check=True)
+    shutil.rmtree(tree / "bench")
+    shutil.copytree(ROOT / "bench", tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
+    _run("make", "setup", folder=tree)
+    return tree
+
+
+def output_of(name: str, tree: Path) -> str:
+    python = sys.executable if tree == ROOT else str(tree / "build" / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-m", "bench", name], cwd=tree, capture_output=True, text=True)
+    if done.returncode and tree == ROOT:
+        raise SystemExit(f"{name} failed with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1]
+        print(f"  {name} fails in {tree.name}, so there is nothing to compare: {reason}", flush=True)
+        return ""
+    return done.stdout
+
+
+def figures(output: str) -> Figures:
+    """Return the numbers of each line, by the line's text with HOLE for each number."""
+    found: Figures = {}
+    seen: Counter[str] = Counter()
+    for line in output.splitlines():
+        if line.strip() and not line.startswith("## "):
+            text = NUMBER.sub(HOLE, line.rstrip())
+            text = text[: len(text) - len(text.lstrip())] + " ".join(text.split())  # columns differ with their figures
+            found[text, seen[text]] = [float(number) for number in NUMBER.findall(line)]
+            seen[text] += 1
+    return found
+
+
+def lines(before: Sequence[Figures], now: Sequence[Figures]) -> Iterator[str]:
+    """Yield each line of this tree's output with the medians of both trees, then the lines of the tree before alone."""
+    for key in _keys(now):
+        old, new = _medians(before, key), _medians(now, key)
+        yield _with_figures(key[0], old, new) if old else _with_figures(key[0], new, new) + "   (no figure before)"
+    for key in _keys(before):
+        if not _medians(now, key):
+            old = _medians(before, key)
+            yield _with_figures(key[0], old, old) + "   (only before)"
+
+
+def _keys(rounds: Sequence[Figures]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys(key for found in rounds for key in found if found[key]))
+
+
+def _medians(rounds: Sequence[Figures], key: tuple[str, int]) -> list[float]:
+    return [
+        statistics.median(numbers) for numbers in zip(*(found[key] for found in rounds if key in found), strict=True)
+    ]
+
+
+def _with_figures(text: str, before: Sequence[float], now: Sequence[float]) -> str:
+    numbers = iter(zip(before, now, strict=True))
+    return re.sub(HOLE, lambda _: _figure(*next(numbers)), text)
+
+
+def _figure(before: float, now: float) -> str:
+    if before == now:
+        return f"{now:g}"
+    ratio = f"{now / before:.2f}" if before else "was 0"
+    return f"{before:g} → {now:g} ({ratio})"
+
+
+def _run(*command: str, folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with status {done.returncode} in {folder}")
+    return done.stdout
