@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 3
 HOLE = "\0"  # stands for a number in the text of a line
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
+NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w.]*\.\d)")  # no part of a version
 
-Figures = dict[tuple[str, int], list[float]]  # by the text of a line, and how often the text occurred before it
+Figures = dict[tuple[str, int], list[str]]  # the numbers by the text of a line, and how often the text occurred before
 
 
 def compare(commit: str, names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def figures(output: str) -> Figures:
         if line.strip() and not line.startswith("## "):
             text = NUMBER.sub(HOLE, line.rstrip())
             text = text[: len(text) - len(text.lstrip())] + " ".join(text.split())  # columns differ with their figures
-            found[text, seen[text]] = [float(number) for number in NUMBER.findall(line)]
+            found[text, seen[text]] = NUMBER.findall(line)
             seen[text] += 1
     return found
 
@@ -95,26 +95,34 @@ def _keys(rounds: Sequence[Figures]) -> list[tuple[str, int]]:
     return list(dict.fromkeys(key for found in rounds for key in found if found[key]))
 
 
-def _medians(rounds: Sequence[Figures], key: tuple[str, int]) -> list[float]:
-    return [
-        statistics.median(numbers) for numbers in zip(*(found[key] for found in rounds if key in found), strict=True)
-    ]
+def _medians(rounds: Sequence[Figures], key: tuple[str, int]) -> list[str]:
+    return [_median(numbers) for numbers in zip(*(found[key] for found in rounds if key in found), strict=True)]
 
 
-def _with_figures(text: str, before: Sequence[float], now: Sequence[float]) -> str:
+def _median(numbers: Sequence[str]) -> str:
+    """The median as the benchmark printed it; of an even number of rounds the higher."""
+    return statistics.median_high((_value(number), number) for number in numbers)[1]
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def _with_figures(text: str, before: Sequence[str], now: Sequence[str]) -> str:
     numbers = iter(zip(before, now, strict=True))
     return re.sub(HOLE, lambda _: _figure(*next(numbers)), text)
 
 
-def _figure(before: float, now: float) -> str:
+def _figure(before: str, now: str) -> str:
     if before == now:
-        return f"{now:g}"
-    ratio = f"{now / before:.2f}" if before else "was 0"
-    return f"{before:g} → {now:g} ({ratio})"
+        return now
+    ratio = f"{_value(now) / _value(before):.2f}" if _value(before) else "was 0"
+    return f"{before} → {now} ({ratio})"
 
 
 def _run(*command: str, folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with status {done.returncode} in {folder}")
+        what = f"{' '.join(command)} failed with status {done.returncode} in {folder}"
+        raise SystemExit(f"{what}:\n{done.stdout}{done.stderr}")
     return done.stdout

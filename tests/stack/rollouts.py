@@ -47,6 +47,7 @@ LIVES = {
     "refused": RolloutState.ROLLED_BACK,
 }
 KILLS = ("stack", "functions")
+PAUSE_SECONDS = 0.02  # between two requests: a rollout may wait for a sweep for a minute
 LEAST = 5  # answers of the model that serves after a rollout
 
 
@@ -59,7 +60,7 @@ class Death(NamedTuple):
 
 
 class Asker:
-    """A client that asks without a pause, also while the stack is dead."""
+    """A client that asks all the time, also while the stack is dead."""
 
     def __init__(self, named: Named) -> None:
         self._named = named
@@ -90,7 +91,7 @@ class Asker:
                 self.refusals.append(repr(error))
             except OpenAIError as error:
                 self.cuts.append(repr(error))
-                time.sleep(0.02)  # nothing listens while the stack is dead
+            time.sleep(PAUSE_SECONDS)
 
 
 class RolloutHarness(Harness):

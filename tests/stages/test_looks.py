@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -16,6 +17,7 @@ from dropforge.stages.looks import (
     SHORTEST_TURN_SECONDS,
     TURNS,
     next_look,
+    next_look_since,
     next_turn,
 )
 from workflows_engine import Limits
@@ -53,6 +55,14 @@ def test_an_end_is_seen_late_by_a_part_of_its_time_at_most() -> None:
         if takes < 20_000:
             late = looks(takes, usual)[-1] - takes
             assert late <= max(SHORTEST_SECONDS, max(takes, usual) / PART)
+
+
+@pytest.mark.parametrize(("left", "wait"), [(600, 30), (30, 30), (12, 12), (0.5, 0.5)])
+def test_no_look_is_after_the_end_of_what_is_waited_for(left: float, wait: float) -> None:
+    now = datetime(2026, 11, 27, tzinfo=UTC)
+    began, ends = now - timedelta(hours=1), now + timedelta(seconds=left)
+    assert next_look_since(began, now, 300, ends) == wait
+    assert next_look_since(began, now, 300) == LONGEST_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -450,9 +450,9 @@ def test_a_revision_that_does_not_answer_gets_no_requests_and_is_given_up_at_the
 def test_a_revision_that_the_platform_does_not_start_is_given_up_after_startup_timeout(deployment: Deployment) -> None:
     deployment.endpoint("DEPLOYING")
     deployment.platform.answers["deploy"] = Waits("no capacity")
-    deployment.now += timedelta(minutes=19)
-    assert deployment.advance().status == "PENDING"
-    deployment.now += timedelta(minutes=1)
+    deployment.now += timedelta(minutes=19, seconds=50)
+    assert deployment.advance() == Pending(wait_seconds=10)  # the next look is not after the end
+    deployment.now += timedelta(seconds=10)
     assert deployment.advance().status == "ROLLED_BACK"
     assert "was not ready after 1200 s: no capacity" in deployment.why
 

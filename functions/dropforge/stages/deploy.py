@@ -230,9 +230,10 @@ def _not_ready(
     assert deployment.spec.serve is not None, "the workflow deploys only runs that serve"
     patience = timedelta(seconds=seconds(deployment.spec.serve.startup_timeout))
     ends = min(began + patience, deployment.expires)
-    if context.now() < ends:
+    if (now := context.now()) < ends:
         usual = context.platforms.start_seconds(deployment.spec.serve.type)
-        return Pending(wait_seconds=next_look_since(began, context.now(), usual), deadline=ends.timestamp())
+        look = next_look_since(began, now, usual, ends)
+        return Pending(wait_seconds=look, deadline=ends.timestamp())
     error, waited = problem(), (ends - began).total_seconds()
     if ends < began + patience:
         message = f"the budget paid for {waited:.0f} s of an endpoint that was not ready: {error.message}"

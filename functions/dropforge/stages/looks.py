@@ -22,9 +22,13 @@ def next_look(waited_seconds: float, usual_seconds: float) -> float:
     return max(SHORTEST_SECONDS, min(GROWTH * waited_seconds, enough, LONGEST_SECONDS))
 
 
-def next_look_since(began: datetime, now: datetime, usual_seconds: float) -> float:
-    """Seconds until the next look at something that has been under way since `began`."""
-    return next_look((now - began).total_seconds(), usual_seconds)
+def next_look_since(began: datetime, now: datetime, usual_seconds: float, ends: datetime | None = None) -> float:
+    """Seconds until the next look at something that has been under way since `began`.
+
+    It may last until `ends`, so the look is not later than that: what fails there costs money until the look.
+    """
+    look = next_look((now - began).total_seconds(), usual_seconds)
+    return look if ends is None else min(look, (ends - now).total_seconds())
 
 
 def next_turn(waited_seconds: float, shortest_seconds: float = SHORTEST_TURN_SECONDS) -> float:

@@ -508,7 +508,7 @@ def _wait(
             return latest.with_rollout(found.model_copy(update={"wait_reason": kept}))
 
         context.endpoints.update(record.name, change)
-    return Pending(wait_seconds=next_look_since(began, now, context.platforms.start_seconds(record.type)))
+    return Pending(wait_seconds=next_look_since(began, now, context.platforms.start_seconds(record.type), ends))
 
 
 def _fence(context: Context, record: EndpointRecord, mine: Rollout) -> Fence:
