@@ -13,13 +13,12 @@ from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
-from ..kit.relay import copy_body, cut, end_to_end, refuse, request_upstream, response_for
+from ..kit.relay import end_to_end, fail, refuse, relay
 from .instances import Instance, Pool
 from .workloads import Unready
 
 log = logging.getLogger(__name__)
 
-HEAD_SENT = web.RequestKey("head_sent", bool)
 LARGEST_REQUEST = 32 * 2**20  # HTTP/1; https://cloud.google.com/run/quotas
 
 
@@ -73,9 +72,7 @@ class Listener:
         except Unready as error:
             return refuse(503, f"Service Unavailable: {error.message}")
         except TimeoutError:
-            if not request.get(HEAD_SENT):
-                return refuse(504, "upstream request timeout")
-            return cut(request)
+            return fail(request, 504, "upstream request timeout")
 
     async def _serve(self, request: web.BaseRequest, pool: Pool) -> web.StreamResponse:
         for attempt in range(2):
@@ -95,15 +92,7 @@ class Listener:
 
     async def _forward(self, request: web.BaseRequest, instance: Instance) -> web.StreamResponse:
         url = URL(f"{instance.url}{request.raw_path}", encoded=True)
-        async with await request_upstream(self._session, request, url, _forwarded_headers(request)) as upstream:
-            response = response_for(upstream)
-            request[HEAD_SENT] = True
-            await response.prepare(request)
-            try:
-                await copy_body(upstream, response)
-            except (aiohttp.ClientError, ConnectionError):
-                return cut(request)
-            return response
+        return await relay(self._session, request, url, _forwarded_headers(request))
 
 
 def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:

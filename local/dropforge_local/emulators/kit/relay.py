@@ -15,8 +15,28 @@ HOP_BY_HOP = frozenset({
     "upgrade",
 })  # fmt: skip
 
+HEAD_SENT = web.RequestKey("head_sent", bool)
 
-async def request_upstream(
+
+async def relay(
+    session: aiohttp.ClientSession, request: web.BaseRequest, url: URL, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send the client's request with `headers` to `url`, and the answer to the client.
+
+    An answer that breaks off closes the client's connection. Raises aiohttp.ClientError if no answer begins.
+    """
+    async with await _request(session, request, url, headers) as upstream:
+        response = _response(upstream)
+        request[HEAD_SENT] = True
+        await response.prepare(request)
+        try:
+            await _copy_body(upstream, response)
+        except (aiohttp.ClientError, ConnectionError):
+            return cut(request)
+        return response
+
+
+async def _request(
     session: aiohttp.ClientSession, request: web.BaseRequest, url: URL, headers: Mapping[str, str]
 ) -> aiohttp.ClientResponse:
     """Send the client's request with `headers` to `url`; return the upstream response, whose body is still unread."""
@@ -30,7 +50,7 @@ async def request_upstream(
     )
 
 
-def response_for(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+def _response(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
     """The unsent response to the client, with the status and the end-to-end headers of the upstream response."""
     response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
     for name, value in end_to_end(upstream.headers).items():
@@ -38,7 +58,7 @@ def response_for(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
     return response
 
 
-async def copy_body(upstream: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
+async def _copy_body(upstream: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
     async for chunk in upstream.content.iter_any():
         await response.write(chunk)
     await response.write_eof()
@@ -56,6 +76,11 @@ def cut(request: web.BaseRequest) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)
+
+
+def fail(request: web.BaseRequest, status: int, text: str) -> web.Response:
+    """Refuse a request that `relay` did not answer in full; if the client has the head of an answer, cut it."""
+    return cut(request) if request.get(HEAD_SENT) else refuse(status, text)
 
 
 def refuse(status: int, text: str) -> web.Response:

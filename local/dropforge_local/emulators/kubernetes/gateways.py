@@ -25,7 +25,7 @@ from dropforge_local.base.ports import HOST
 
 from ..cloudrun.counts import Answered, Counts
 from ..kit.background import Background, stop_all
-from ..kit.relay import copy_body, cut, end_to_end, refuse, request_upstream, response_for
+from ..kit.relay import end_to_end, fail, refuse, relay
 from .config import KubernetesConfig
 from .controllers.loop import Key
 from .controllers.owned import Tools, all_keys
@@ -41,7 +41,6 @@ CONTROLLER = "networking.gke.io/gateway"
 NEG_STATUS = "cloud.google.com/neg-status"
 TIMEOUT_SECONDS = 30.0  # of a backend without a policy
 CHECK_SECONDS = 5.0
-HEAD_SENT = web.RequestKey("head_sent", bool)
 
 
 class Programmed(NamedTuple):
@@ -298,10 +297,10 @@ class Gateways:
                 local = await self._target(namespace, chosen)
                 return await self._forward(request, local, path) if local else refuse(503, "no healthy upstream")
         except TimeoutError:
-            return cut(request) if request.get(HEAD_SENT) else refuse(504, "upstream request timeout")
+            return fail(request, 504, "upstream request timeout")
         except aiohttp.ClientConnectionError as error:
             log.info("request to service %s failed: %s", chosen["name"], error)
-            return cut(request) if request.get(HEAD_SENT) else refuse(503, "upstream connect error")
+            return fail(request, 503, "upstream connect error")
 
     async def _target(self, namespace: str, chosen: Object) -> int | None:
         """The local port of a healthy pod of a service; they take turns."""
@@ -333,15 +332,7 @@ class Gateways:
         headers.add("X-Forwarded-For", request.remote or HOST)
         headers.add("Via", "1.1 google")
         url = URL(f"http://{HOST}:{local}{path}", encoded=True)
-        async with await request_upstream(self._session, request, url, headers) as upstream:
-            response = response_for(upstream)
-            request[HEAD_SENT] = True
-            await response.prepare(request)
-            try:
-                await copy_body(upstream, response)
-            except (aiohttp.ClientError, ConnectionError):
-                return cut(request)
-            return response
+        return await relay(self._session, request, url, headers)
 
 
 def group_of(cluster: str, namespace: str, service: str, port: int) -> str:

@@ -16,7 +16,7 @@ from yarl import URL
 from dropforge_local.base.ports import HOST
 
 from ..kit.background import Background
-from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
+from ..kit.relay import end_to_end, relay
 from .config import KubernetesConfig
 from .controllers.owned import is_finished, is_ready
 from .kinds import POD, SERVICE
@@ -181,11 +181,7 @@ class Services:
     async def _relay(self, request: web.BaseRequest, url: URL) -> web.StreamResponse:
         # The Authorization header is for the API server, not for the pod.
         headers = end_to_end(request.headers, dropped=["authorization", "host"])
-        async with await request_upstream(self._session, request, url, headers) as upstream:
-            response = response_for(upstream)
-            await response.prepare(request)
-            await copy_body(upstream, response)
-            return response
+        return await relay(self._session, request, url, headers)
 
 
 def _owner(service: Object) -> str:
