@@ -1,7 +1,7 @@
 """`dropforge endpoints`, `serve`, `rollback`, `extend`, `budget` and `retire`: named endpoints, which outlive runs.
 
-Each change is a message on the operations topic. The command checks what it can before it publishes, and then follows
-the endpoint's record.
+Each change is a message on the operations topic. The command makes the function's own checks before it publishes
+(stages/rollout/trial.py), and then follows the endpoint's record.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from contextlib import suppress
 from typing import Any
 
 import click
+from google.api_core.exceptions import GoogleAPIError
 from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.base.errors import CloudError
+from dropforge.base.errors import CloudError, DropforgeError
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
 from dropforge.spec import parts
@@ -27,6 +28,7 @@ from dropforge.spec.parts import DURATION, Canary
 from dropforge.stages.rollout.elsewhere import PAGE as ELSEWHERE
 from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_elsewhere
 from dropforge.stages.rollout.requests import Refused, money_problem
+from dropforge.stages.rollout.trial import check_change
 from dropforge.traffic import Traffic, traffic
 
 from .deployment import Deployment, connect
@@ -298,16 +300,30 @@ def _traffic_data(record: EndpointRecord, asked: Traffic) -> dict[str, Any]:
 
 
 def publish(deployment: Deployment, **change: Any) -> str:
-    """Publish a change to the operations topic; return the id of its rollout. Raises CliError."""
+    """Publish a change to the operations topic; return the id of its rollout.
+
+    Raises CliError if this deployment takes no changes, or if the function would refuse this change now.
+    """
     settings = deployment.settings
     if not settings.operations_topic or not settings.rollout_workflow:
         problem = f"the configuration of {deployment.where} names no operations_topic, or no rollout_workflow"
         raise CliError(problem, "deploy this version, then `terraform output -raw dropforge_toml > dropforge.toml`")
     key, topic = uuid.uuid4().hex, settings.operations_topic
+    _check(deployment, change, topic)
     publisher, data = deployment.clients.publisher(), json.dumps(change).encode()
     sent = publisher.publish(settings.topic(topic), data, idempotency_key=key, timeout=TIMEOUT_SECONDS)
     sent.result(PUBLISH_TIMEOUT_SECONDS)
     return names.rollout_id(topic, key)
+
+
+def _check(deployment: Deployment, change: dict[str, Any], topic: str) -> None:
+    """Check what the function will check, as far as the user may read what it reads. Raises CliError."""
+    try:
+        check_change(deployment.context, change, topic)
+    except Refused as refused:
+        raise CliError(refused.message, refused.hint) from None
+    except (GoogleAPIError, DropforgeError):
+        return  # the function's accounts may be allowed to
 
 
 def change(deployment: Deployment, name: str, **wanted: Any) -> None:
@@ -319,7 +335,7 @@ def change(deployment: Deployment, name: str, **wanted: Any) -> None:
 
     with working("waiting for the rollout"):
         rollout = publish(deployment, **wanted)
-        _until(deployment, is_known, f"the change of endpoint {name} was refused")
+        _until(deployment, is_known, f"the change of endpoint {name} was refused, or is late")
     _follow(deployment, name, rollout)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from dropforge.base.clock import Clock
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
+from dropforge.run.record import RunState
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
@@ -20,7 +21,7 @@ from dropforge_local.emulators.cloudrun.counts import Answered, Counts
 from dropforge_local.emulators.monitoring import MonitoringEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 
-from .conftest import CREATED, Deployed
+from .conftest import CREATED, Deployed, write_toml
 
 SERVICE = "projects/p/locations/us-central1/services/{}"
 CANARY = {"seconds": 60, "max_error_rate": 0.01, "max_latency_ratio": 2}
@@ -110,3 +111,18 @@ def test_a_refusal_of_cloud_monitoring_hides_no_endpoint(deployed: Deployed, mon
     assert result.exit_code == 0
     assert result.stdout.splitlines()[1].split()[0] == "sql"
     assert "the requests of sql are not counted: " in result.stderr
+
+
+def test_a_change_that_the_function_would_refuse_is_refused_at_once(deployed: Deployed) -> None:
+    """No function answers here: the commands would wait for two minutes for the effect of a message."""
+    write_toml({**deployed.configuration, "rollout_workflow": "dropforge-rollout"})
+    serving(deployed, "sql", canary=10)
+    run = deployed.record("job-0123456789ab", RunState.SUCCEEDED).run
+    deployed.spec(run)
+    result = deployed.run("serve", run, "--as", "other")
+    assert (result.exit_code, "cannot be served: it has no committed model" in result.output) == (1, True), (
+        result.output
+    )
+    EndpointStore(deployed.store, Clock()).update("sql", lambda it: it.model_copy(update={"suspended": CREATED}))
+    result = deployed.run("rollback", "sql")
+    assert (result.exit_code, "error: endpoint sql is suspended" in result.output) == (1, True), result.output

@@ -19,6 +19,7 @@ from dropforge.run.record import Notice, RunError
 from dropforge.stages.rollout import messages, requests, telling
 from dropforge.stages.rollout.messages import change_endpoint
 from dropforge.stages.rollout.telling import TRIED_FOR, notice_of, tell
+from dropforge.stages.rollout.trial import check_change
 from dropforge.stages.sweep import named
 from dropforge.stages.sweep.named import tend
 
@@ -50,10 +51,23 @@ class Changes(Deployment):
         place.teardown = lambda cloud, kind, name: self.deleted.append(name)
 
     def change(self, change: str, arguments: Any, topic: str = OPERATORS, key: str = "k") -> str:
-        """Change the endpoint by a message; why it was refused, or ""."""
-        known = len(self.answers)
+        """Change the endpoint by a message; why it was refused, or "". A trial before says the same."""
+        known, expected = len(self.answers), self.tried(change, arguments, topic)
         change_endpoint(self.context, {change: arguments}, Request(topic, key, f"m-{key}"))
-        return "".join(self.answers[known:])
+        refused = "".join(self.answers[known:])
+        assert self.problem or refused == expected
+        return refused
+
+    def tried(self, change: str, arguments: Any, topic: str) -> str:
+        """Why a message would be refused, or ""."""
+        before, begun = dict(self.storage.objects), list(self.begun)
+        try:
+            check_change(self.context, {change: arguments}, topic)
+        except requests.Refused as refused:
+            return f"{change}: {refused.message}"
+        finally:
+            assert (self.storage.objects, self.begun) == (before, begun), "a trial changes nothing"
+        return ""
 
     def serve(self, endpoint: str = "e", run: str = NEW, key: str = "k", **about: Any) -> str:
         return self.change("serve", {"run": run, "endpoint": endpoint, **about}, key=key)

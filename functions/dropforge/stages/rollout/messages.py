@@ -40,18 +40,21 @@ def is_change(content: dict[str, Any]) -> bool:
 
 def change_endpoint(context: Context, content: dict[str, Any], request: Request) -> None:
     """Carry out the change that a message requests. Raises CloudError if another delivery may succeed."""
-    ((change, arguments),) = content.items()
-    rollout = names.rollout_id(request.topic, request.key)
     try:
-        _change(context, change, arguments, rollout, request)
+        apply(context, content, request)
     except Refused as refused:
+        ((change, arguments),) = content.items()
         endpoint = _text(arguments, "endpoint")
         context.log(refused.message, stage="rollout", severity="WARNING", endpoint=endpoint, change=change)
+        rollout = names.rollout_id(request.topic, request.key)
         if problem := answer_refused(context, rollout, request, f"{change}: {refused.message}", refused.hint):
             raise CloudError(ErrorClass.TRANSIENT, problem) from None
 
 
-def _change(context: Context, change: str, arguments: Any, rollout: str, request: Request) -> None:
+def apply(context: Context, content: dict[str, Any], request: Request) -> None:
+    """Carry out the change that a message requests. Raises Refused, and CloudError if another delivery may succeed."""
+    ((change, arguments),) = content.items()
+    rollout = names.rollout_id(request.topic, request.key)
     if not context.settings.rollout_workflow:
         raise Refused("this deployment has no workflow for rollouts", "`make deploy` of this version makes it")
     who, endpoint = request.who, _text(arguments, "endpoint")
