@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(benchmarks))
     parser.add_argument("--before", metavar="COMMIT", help="also measure the tree of this commit, and print the ratios")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="with --before: rounds of both trees (3)")
     options = parser.parse_args(arguments)
     names = options.names or benchmarks
     if unknown := sorted(set(names) - set(benchmarks)):
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.before:
         from .before import compare
 
-        compare(options.before, names)
+        compare(options.before, names, options.rounds)
         return
     for name in names:
         print(f"\n## {name} (load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores)", flush=True)

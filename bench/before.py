@@ -17,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = 3
 HOLE = "\0"  # stands for a number in the text of a line
 NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w.]*\.\d)")  # no part of a version
 
 Figures = dict[tuple[str, int], list[str]]  # the numbers by the text of a line, and how often the text occurred before
 
 
-def compare(commit: str, names: Sequence[str]) -> None:
+def compare(commit: str, names: Sequence[str], rounds: int) -> None:
     """Run the benchmarks `names` in both trees, and print each line of their output once, with both figures.
 
     Raises SystemExit if there is no such commit, or if a benchmark fails in this tree. If a benchmark fails in the tree
@@ -32,12 +31,12 @@ def compare(commit: str, names: Sequence[str]) -> None:
     """
     before = tree_of(commit)
     for name in names:
-        print(f"\n## {name}: {commit} → this tree, medians of {ROUNDS}", flush=True)
-        outputs: dict[Path, list[Figures]] = {before: [], ROOT: []}
-        for _ in range(ROUNDS):
-            for tree, rounds in outputs.items():
-                rounds.append(figures(output_of(name, tree)))
-        for line in lines(outputs[before], outputs[ROOT]):
+        print(f"\n## {name}: {commit} → this tree, medians of {rounds}", flush=True)
+        measured: dict[Path, list[Figures]] = {before: [], ROOT: []}
+        for _ in range(rounds):
+            for tree, found in measured.items():
+                found.append(figures(output_of(name, tree)))
+        for line in lines(measured[before], measured[ROOT]):
             print(line, flush=True)
 
 
