@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 from dropforge_local.base.recording import CALLERS
 from dropforge_local.base.server import BackgroundServer, Server
+
+STOPS = 20  # in each, some connections of a client coincide with the close of the listener
 
 
 class Part:
@@ -126,3 +131,32 @@ def test_a_caller_whose_port_was_taken_while_the_stack_was_down_gets_another(cap
     assert set(kept).isdisjoint(ports[CALLERS[0]])
     assert len({port for pair in ports.values() for port in pair}) == 2 * len(CALLERS)
     assert [f"the port of {CALLERS[0]} is taken" in message for message in caplog.messages] == [True, True]
+
+
+def connect_until_refused(port: int, clients: list[socket.socket]) -> None:
+    while True:
+        clients.append(socket.socket())
+        if clients[-1].connect_ex((HOST, port)):
+            return
+
+
+def test_a_client_that_connects_while_the_server_stops_leaves_no_open_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The warning about an open connection would fail a later test, in which its garbage is collected."""
+    messages: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ResourceWarning)
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: messages.append(str(message)))
+        for _ in range(STOPS):
+            clients: list[socket.socket] = []
+            with BackgroundServer(lambda: [Part()]) as server:
+                thread = threading.Thread(target=connect_until_refused, args=(server.http_port, clients))
+                thread.start()
+                while not clients:
+                    time.sleep(0.001)
+            thread.join()
+            for client in clients:
+                client.close()
+        gc.collect()
+    assert not messages, "\n".join(messages)

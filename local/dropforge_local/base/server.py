@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 MAX_BODY_BYTES = 5 * 2**30
+ACCEPT_ROUNDS = 3  # of the event loop, from the accept of a connection to its protocol (asyncio.selector_events)
 
 
 class Emulator(Protocol):
@@ -158,10 +159,24 @@ class Server:
     async def stop(self) -> None:
         """Stop the emulators, the last one first, then the listeners. Raises an emulator's error after all stopped."""
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._runner.cleanup)
+            stack.push_async_callback(self._stop_http)
             stack.push_async_callback(self._stop_grpc)
             for emulator in self.emulators:
                 stack.push_async_callback(emulator.stop)
+
+    async def _stop_http(self) -> None:
+        """Stop accepting connections, then close all.
+
+        A connection whose accept coincides with the close of its listener would stay open
+        (https://github.com/python/cpython/issues/109564).
+        """
+        for site in self._runner.sites:
+            server: Any = site._server  # None if its port was taken
+            for listener in server.sockets if server else ():
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(ACCEPT_ROUNDS):
+            await asyncio.sleep(0)
+        await self._runner.cleanup()
 
     async def _stop_grpc(self) -> None:
         stops = [asyncio.create_task(server.stop(grace=0.5)) for server in self._grpc_servers]
