@@ -1,6 +1,6 @@
 """`make bench` runs all benchmarks one after another; `python -m bench NAME...` runs the named benchmarks.
 
-`python -m bench --before COMMIT NAME...` also runs them in the tree of a commit, and prints the ratios (before.py).
+`python -m bench --before COMMIT NAME...` also runs them in the tree of a commit, and prints the ratios (_before.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Sequence
 
 import bench
 
-NO_BENCHMARK = {"__main__", "before"}
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    benchmarks = sorted({module.name for module in pkgutil.iter_modules(bench.__path__)} - NO_BENCHMARK)
+    benchmarks = sorted(m.name for m in pkgutil.iter_modules(bench.__path__) if not m.name.startswith("_"))
     parser = argparse.ArgumentParser(prog="python -m bench")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(benchmarks))
     parser.add_argument("--before", metavar="COMMIT", help="also measure the tree of this commit, and print the ratios")
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := sorted(set(names) - set(benchmarks)):
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(benchmarks)}")
     if options.before:
-        from .before import compare
+        from ._before import compare
 
         compare(options.before, names, options.rounds)
         return

@@ -125,10 +125,8 @@ def serve(run: str, name: str, canary: str | None, changes: str | None, state: s
         return
     if changes is not None:
         raise CliError("--with is for the model of another deployment", f"{ELSEWHERE} describes it")
-    record = find_run(deployment.store, run.rstrip("/").rpartition("/")[2])
-    if record.origin:
-        raise CliError(f"run {record.run} is a copy for one rollout", f"`dropforge serve {record.origin} --as {name}`")
-    change(deployment, name, serve={"run": record.run, "endpoint": name, **wanted})
+    run = find_run(deployment.store, run.rstrip("/").rpartition("/")[2]).run
+    change(deployment, name, serve={"run": run, "endpoint": name, **wanted})
 
 
 def _check_elsewhere(deployment: Deployment, uri: str, name: str, fields: dict[str, Any]) -> None:
@@ -149,10 +147,7 @@ def _check_elsewhere(deployment: Deployment, uri: str, name: str, fields: dict[s
 def rollback(name: str, state: str | None) -> None:
     """Let the previous model serve again; the present model is kept for another rollback."""
     deployment = connect(state)
-    record = find_endpoint(deployment, name)
-    if not record.previous and record.current is None:
-        hint = f"`dropforge serve RUN --as {name}` serves the model of any run"
-        raise CliError(f"endpoint {name} has no model before the present one", hint)
+    find_endpoint(deployment, name)
     change(deployment, name, rollback=name)
 
 
@@ -232,13 +227,8 @@ def budget_of(text: str) -> parts.Budget | None:
 def retire(name: str, model: str | None, state: str | None) -> None:
     """End a named endpoint and delete it; its name cannot be used again."""
     deployment = connect(state)
-    record = find_endpoint(deployment, name)
-    if model is None:
-        change(deployment, name, retire=name)
-        return
-    if model not in (known := [adapter.name for adapter in record.adapters]):
-        raise CliError(f"endpoint {name} serves no model {model!r} of a run; it serves: {', '.join(known) or 'none'}")
-    change(deployment, name, retire={"endpoint": name, "model": model})
+    find_endpoint(deployment, name)
+    change(deployment, name, retire=name if model is None else {"endpoint": name, "model": model})
 
 
 def canary_fields(text: str) -> dict[str, Any] | None:

@@ -221,6 +221,13 @@ def test_a_rollback_needs_a_model_before_and_money_and_ends_a_canary(deployment:
     assert (canary.state, asked.ends, deployment.record.back(asked)) == (RolloutState.UNDOING, "r", 1)
 
 
+def test_a_platform_that_keeps_no_machine_takes_no_rollback(deployment: Changes) -> None:
+    deployment.at_rest(previous=1)
+    deployment.platform.keeps_revisions = False
+    assert "keeps no machine for a rollback" in deployment.change("rollback", "e")
+    assert deployment.record.rollouts == []
+
+
 def test_a_budget_needs_prices_and_resumes_only_what_it_can_pay(deployment: Changes) -> None:
     deployment.at_rest(budget=SPENT, suspended=NOW)
     assert deployment.change("budget", {"endpoint": "e", "usd": 6, "per": "day"}, key="1") == ""

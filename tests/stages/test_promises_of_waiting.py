@@ -539,6 +539,15 @@ def test_the_endpoints_reason_is_kept_until_it_is_ready() -> None:
     assert ready.with_endpoint_wait_reason("a late call") is ready  # chaos seed 355
 
 
+def test_an_endpoint_that_is_not_ready_is_looked_at_when_its_startup_timeout_ends() -> None:
+    serve = {"type": "cloud_run", "ttl": "1h", "price_usd_per_hour": 10, "startup_timeout": "20m"}
+    began = Transition(state=RunState.DEPLOYING, time=NOW - 20 * MINUTE + timedelta(seconds=7), attempt=1)
+    place = Place(RunState.DEPLOYING, spec={"serve": serve}, attempts=[running(ended=NOW - 20 * MINUTE)])
+    place.context.store.update(RUN, lambda r: r.model_copy(update={"history": [*r.history[:-1], began]}))
+    answer = deploy(place.context, RUN, ME).to_json()
+    assert (answer["status"], answer["wait_seconds"]) == ("PENDING", 7)
+
+
 class Deaf:
     """A channel whose messages never arrive."""
 

@@ -112,6 +112,12 @@ def test_only_the_revision_of_the_rollout_is_ready() -> None:
     )
 
 
+def test_a_revision_that_cloud_run_cannot_start_is_a_failure_with_its_reason() -> None:
+    failed = {"state": "CONDITION_FAILED", "message": "The container failed to start."}
+    with pytest.raises(CloudError, match="The container failed to start"):
+        SERVER.deploy(CloudRun("rollout-2", terminal_condition=failed).cloud, CANDIDATE, [SERVING])
+
+
 def test_requests_are_moved_once_cloud_run_reports_it_and_never_to_a_deleted_revision() -> None:
     run = CloudRun()
     assert SERVER.shift(run.cloud, NAME, [SERVING, OTHER])

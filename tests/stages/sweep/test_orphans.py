@@ -12,8 +12,9 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.context import Cloud
-from dropforge.cloud.listing import Listed, Unlisted, is_of_deployment, list_places
+from dropforge.cloud.listing import Listed, Unlisted, is_named_endpoint, is_of_deployment, list_places
 from dropforge.platforms.lookup import Platforms
+from dropforge.platforms.named import owner_labels
 from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.stages.sweep import orphans
@@ -140,11 +141,15 @@ def test_a_resource_whose_record_cannot_be_read_is_left_alone(monkeypatch: pytes
         assert len(deleted) == count
 
 
-def test_only_resources_of_this_deployments_runs_are_inspected() -> None:
+def test_only_resources_of_this_deployments_runs_and_endpoints_are_inspected() -> None:
     labels = {names.MANAGED_BY: "dropforge", names.RUN_LABEL: RUN, names.DEPLOYMENT_LABEL: SETTINGS.deployment}
     assert is_of_deployment(labels, SETTINGS)
     for key, value in ((names.MANAGED_BY, "another-tool"), (names.RUN_LABEL, "any"), (names.DEPLOYMENT_LABEL, "other")):
         assert not is_of_deployment({**labels, key: value}, SETTINGS)
+    endpoint = owner_labels(SETTINGS, "e")
+    assert is_named_endpoint(endpoint, SETTINGS)
+    for key, value in ((names.MANAGED_BY, "any"), (names.ENDPOINT_LABEL, "No!"), (names.DEPLOYMENT_LABEL, "other")):
+        assert not is_named_endpoint({**endpoint, key: value}, SETTINGS)
 
 
 def test_a_place_that_cannot_be_listed_is_reported_and_the_other_places_are_listed() -> None:

@@ -92,16 +92,16 @@ def exchange(address: str, method: str, path: str, body: bytes, headers: str) ->
     if address not in connections:
         connections[address] = connect(address)
     connection = connections[address]
-    head = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{headers}"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    asked = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{headers}"
+    asked += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(asked.encode() + body)
     answer = b""
     while b"\r\n\r\n" not in answer:
         answer += receive(connection)
-    status, *lines = answer[: answer.index(b"\r\n\r\n")].split(b"\r\n")
-    content = answer[answer.index(b"\r\n\r\n") + 4 :]
+    head, _, content = answer.partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
     answered = dict(line.lower().split(b":", 1) for line in lines)
-    while len(content) < int(answered.get(b"content-length", 0)):
+    while len(content) < int(answered[b"content-length"]):
         content += receive(connection)
     return int(status.split()[1]), content
 

@@ -44,11 +44,15 @@ def tree_of(commit: str) -> Path:
     """Return the folder with the commit's tree, its environment, and this tree's benchmarks."""
     sha = _run("git", "rev-parse", "--short=12", f"{commit}^{{commit}}", folder=ROOT).strip()
     tree = ROOT / "build" / "before" / sha
+    archive, unpacked = tree.with_suffix(".tar"), tree.with_suffix(".new")
     if not tree.exists():
-        tree.mkdir(parents=True)
-        with subprocess.Popen(["git", "archive", sha], cwd=ROOT, stdout=subprocess.PIPE) as archive:
-            subprocess.run(["tar", "-x"], cwd=tree, stdin=archive.stdout, check=True)
-    shutil.rmtree(tree / "bench")
+        tree.parent.mkdir(parents=True, exist_ok=True)
+        _run("git", "archive", "--output", str(archive), sha, folder=ROOT)
+        shutil.rmtree(unpacked, ignore_errors=True)  # of an interrupted command
+        shutil.unpack_archive(archive, unpacked)
+        unpacked.rename(tree)
+        archive.unlink()
+    shutil.rmtree(tree / "bench", ignore_errors=True)
     shutil.copytree(ROOT / "bench", tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
     _run("make", "setup", folder=tree)
     return tree
