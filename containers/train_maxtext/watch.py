@@ -17,7 +17,8 @@ from .work import Work
 class Watch:
     """A call reports the progress and saves the checkpoints since the call before. `period` is in steps.
 
-    `notes` come from the checkpoint that the attempt resumes.
+    `notes` come from the checkpoint that the attempt resumes. A request to stop may interrupt a call at any place. So a
+    line counts as read, and a checkpoint as saved, once that is done: the next call repeats what was interrupted.
     """
 
     def __init__(
@@ -61,25 +62,30 @@ class Watch:
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._read_bytes += len(line)
                 yield json.loads(line)
+                self._read_bytes += len(line)
 
     def _report(self, report: dict[str, Any]) -> None:
-        if self._meter is None:  # the trainer's first report has no step
-            self._meter = ProgressMeter(self._reporter, report["total_steps"])
-            self._meter.begin(report["step"], self._notes.get("tokens", 0))
-            size = {name: report[name] for name in ("rows_per_step", "tokens_per_step")}
-            log("training", stage="train", step=report["step"], total_steps=report["total_steps"], **size)
-            if report["loss_before"] is not None:
-                before = {name: report[name] for name in ("loss_before", "judged_before")}
-                self._notes = {**self._notes, **before}
+        if "loss" not in report:
+            self._begin(report)
             return
+        assert self._meter is not None, "a trainer reports its start before its first step"
         self._reports[report["step"]] = report
         self._meter.note(report["loss"], None)
         if "held_out_loss" in report:
             self._meter.note_held_out(report["held_out_loss"], report["held_out_seconds"])
         tokens = self._notes.get("tokens", 0) + report["tokens"]  # the trainer counts those of this attempt
         self._meter.step(report["step"], tokens, None)
+
+    def _begin(self, report: dict[str, Any]) -> None:
+        """The trainer starts after the step of its report."""
+        self._meter = ProgressMeter(self._reporter, report["total_steps"])
+        self._meter.begin(report["step"], self._notes.get("tokens", 0))
+        size = {name: report[name] for name in ("rows_per_step", "tokens_per_step")}
+        log("training", stage="train", step=report["step"], total_steps=report["total_steps"], **size)
+        if report["loss_before"] is not None:
+            before = {name: report[name] for name in ("loss_before", "judged_before")}
+            self._notes = {**self._notes, **before}
 
     def _steps(self) -> list[int]:
         """The steps with a complete checkpoint: Orbax renames a directory to its number last."""
@@ -88,13 +94,13 @@ class Watch:
 
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._work.checkpoints / str(step), self._note(step))
+        self._saved = step
         for stale in self._steps():
             if stale < step:  # in the bucket: the store has waited for its upload
                 shutil.rmtree(self._work.checkpoints / str(stale))
 
     def _note(self, step: int) -> dict[str, Any]:
         """The notes for an attempt that resumes at `step`. Forgets the reports up to that step."""
-        self._saved = step
         reached = [reported for reported in self._reports if reported <= step]
         latest = self._reports[max(reached)] if reached else self._latest
         self._latest = latest

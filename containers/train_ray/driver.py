@@ -44,19 +44,19 @@ class Watch(watch.Watch):
         self._poll()
 
     def _report(self, report: dict[str, Any]) -> None:
-        if "loss" not in report:
-            self._begin(report["step"])
         self._step = report["step"]
         super()._report(report)
 
-    def _begin(self, step: int) -> None:
-        """The workers start at `step`, or restart there after a worker was lost: continue with that step's notes."""
+    def _begin(self, report: dict[str, Any]) -> None:
+        """The workers start, or restart after a worker was lost: continue with the notes of the step before."""
+        step = report["step"]
         if step > self._saved:
             self._save(step)
-        self._meter, self._notes = None, self._notes_by_step.get(step, {})
+        self._notes = self._notes_by_step.get(step, {})
         self._latest = {"loss": self._notes.get("train_loss"), "tokens": 0, "seconds": 0.0}
         self._reports = {}
         self._work.note(self._notes)
+        super()._begin(report)
 
     def _poll(self) -> None:
         """Save the notes of a checkpoint that the workers wrote since the last poll."""
@@ -79,6 +79,7 @@ class Watch(watch.Watch):
             self._shared.prune(step)
         except Exception as error:  # noqa: BLE001  (the checkpoint is complete without its notes)
             log(f"the notes of step {step} were not written: {error!r}", stage="train", severity="WARNING")
+        self._saved = step
 
 
 def resume(work: Work, checkpoints: CheckpointStore) -> Notes:

@@ -290,7 +290,9 @@ def test_the_command_says_at_once_what_is_wrong(user: User) -> None:
         record = named.record
         assert record.region == "europe-west4"
         assert theirs.uri in ran(user, "status", record.revision(1).run)
-        assert "is a copy" in ran(user, "serve", record.revision(1).run, *served, fails=True)
+        assert "is the copy of a model for one rollout" in ran(
+            user, "serve", record.revision(1).run, *served, fails=True
+        )
 
 
 def test_a_death_before_or_after_each_write_loses_and_doubles_nothing(

@@ -9,7 +9,7 @@ import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from containers.common.rows import Row, Split
 from containers.common.stop import Stopped
 from containers.common.token_rows import TokenRows
 from containers.train_maxtext import check, imports, stages
+from containers.train_maxtext import watch as watch_module
 from containers.train_maxtext.batches import Data, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
@@ -45,6 +46,7 @@ from dropforge.spec.job import Evaluation
 
 from .. import same_class
 from ..conftest import ROOT
+from ..interrupted import stopped_at
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
     "model_type": "qwen3",
@@ -437,6 +439,9 @@ with (work / "progress.jsonl").open("a", buffering=1) as file:
 """
 
 
+JOB = Job("p", "run", 1, "b", "", None, 10)
+
+
 class Store:
     """Replaces the checkpoint store: an upload is done when the next one begins. Keeps the notes of each step."""
 
@@ -453,13 +458,13 @@ def watched_training(directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits:
     """A trainer that takes ten steps. Like Orbax, it also saves the first step."""
     (directory / "trainer.py").write_text(TRAINER.replace("WAITS", str(waits)))
     monkeypatch.setenv("PYTHONPATH", str(directory))
-    work, job = Work(directory), Job("p", "run", 1, "b", "", None, 10)
+    work = Work(directory)
     work.begin(spec(checkpoint_steps=4).model_dump(mode="json", by_alias=True), [])
     store: Any = Store()
     notes = {"tokens": 5000, "train_seconds": 50.0}
     return (
-        Runner(work, job, str, {"train": "trainer"}),
-        Watch(work, store, Reporter(job, Redactor(), Clients()), 4, notes),
+        Runner(work, JOB, str, {"train": "trainer"}),
+        Watch(work, store, Reporter(JOB, Redactor(), Clients()), 4, notes),
         store,
     )
 
@@ -495,6 +500,58 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
         train(runner, watch, lambda: 30)
     assert list(store.notes) == [4, 8, 9]
     assert runner.work.trained() is None  # the next attempt trains on
+
+
+class Written:
+    """What a trainer has written so far: lines of progress, and checkpoints."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        work.progress.write_text("")
+
+    def add(self, *lines: dict[str, Any]) -> None:
+        with self.work.progress.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def save(self, step: int) -> None:
+        (self.work.checkpoints / str(step)).mkdir(parents=True)
+
+
+def trained_until(stop: int | None, directory: Path) -> tuple[bool, Store]:
+    """A watched training of five steps. A request to stop interrupts the first call at this place."""
+    work, store = Work(directory), Store()
+    work.begin(spec(checkpoint_steps=2).model_dump(mode="json", by_alias=True), [])
+    written = Written(work)
+    watch = Watch(work, cast("Any", store), Reporter(JOB, Redactor(), Clients()), 2, {"tokens": 5000})
+    start = {"step": 0, "total_steps": 5, "loss_before": 9.0, "judged_before": None}
+    written.add(start | {"rows_per_step": 8, "tokens_per_step": 800.0}, *map(step_line, (1, 2, 3)))
+    written.save(2)
+    stopped = True
+    with stopped_at(-1 if stop is None else stop, [watch_module], within="__call__"):
+        try:
+            watch()
+            stopped = False
+        except Stopped:
+            pass
+    written.add(*map(step_line, (4, 5)))
+    written.save(5)
+    watch.save_last()
+    return stopped, store
+
+
+def step_line(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
+def test_a_request_to_stop_at_any_instruction_of_the_watch_loses_no_line_and_no_checkpoint(tmp_path: Path) -> None:
+    _, whole = trained_until(None, tmp_path / "whole")
+    assert list(whole.notes) == [2, 5]
+    places = 0
+    while (ended := trained_until(places, tmp_path / str(places)))[0]:
+        assert ended[1].notes == whole.notes, f"after a request to stop before instruction {places}"
+        places += 1
+    assert places > 100
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,20 @@ from typing import Any
 
 import pytest
 
+from containers.common.checkpoints import CheckpointStore
 from containers.common.errors import JobError
+from containers.common.job import Job
+from containers.common.redactor import Redactor
+from containers.common.report import Reporter
+from containers.common.stop import Stopped
+from containers.train_maxtext import watch as watch_module
+from containers.train_maxtext.work import Work
+from containers.train_ray import driver
 from containers.train_ray.shared_checkpoints import SharedCheckpoints
 from containers.train_ray.tpu_slice import Slice
+from dropforge.cloud.clients import Clients
+
+from ..interrupted import stopped_at
 
 RUNS = "runs-bucket"
 SLICE = {
@@ -87,6 +99,72 @@ def test_a_slice_is_one_worker_for_each_host() -> None:
     assert (scaling["num_workers"], scaling["topology"], scaling["accelerator_type"]) == (4, "4x4", "TPU-V6E")
     assert scaling["resources_per_worker"] == {"TPU": 4}
     assert hosts.scaling(tpu=False)["num_workers"] == 4
+
+
+class Bucket:
+    """Replaces the shared checkpoints: the workers wrote those of `steps`."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.notes = steps, dict[int, dict[str, Any]]()
+
+    def newest(self, limit: int) -> int:
+        return max((step for step in self.steps if step <= limit), default=0)
+
+    def write_notes(self, step: int, notes: dict[str, Any]) -> None:
+        self.notes[step] = notes
+
+    def prune(self, step: int) -> None:
+        pass
+
+    def step_uri(self, step: int) -> str:
+        return f"gs://b/{step}"
+
+
+def trained_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, Bucket]:
+    """A watched training whose workers restarted after step 4. A request to stop interrupts the call at a place."""
+    work, job, bucket = Work(directory), Job("p", "run", 1, "b", "", None, 10), Bucket(2, 4, 5)
+    work.begin({}, [])
+    monkeypatch.setattr(SharedCheckpoints, "from_environment", lambda: bucket)
+    store = CheckpointStore(None, job, reporter := Reporter(job, Redactor(), Clients()))
+    watch = driver.Watch(work, store, reporter, 2, {"tokens": 5000})
+    start = {"total_steps": 6, "loss_before": None, "judged_before": None, "rows_per_step": 8, "tokens_per_step": 800.0}
+
+    def write(*lines: dict[str, Any]) -> None:
+        with work.progress.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def step(number: int, since: int = 0) -> dict[str, Any]:
+        done = number - since
+        return {"step": number, "loss": 9.0 - number, "tokens": 100 * done, "seconds": float(done)}
+
+    write({"step": 0} | start, *map(step, (1, 2, 3)))
+    watch()
+    write(step(4), step(5), {"step": 4} | start, step(5, since=4))
+    stopped = True
+    with stopped_at(-1 if stop is None else stop, [driver, watch_module], within="__call__"):
+        try:
+            watch()
+            stopped = False
+        except Stopped:
+            pass
+    write(step(6, since=4))
+    bucket.steps += (6,)
+    watch.save_last()
+    store.close()
+    return stopped, bucket
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
+def test_a_request_to_stop_at_any_instruction_of_the_watch_loses_no_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = trained_until(None, tmp_path / "whole", monkeypatch)
+    assert {step: notes["tokens"] for step, notes in whole.notes.items()} == {2: 5200, 4: 5400, 6: 5600}
+    places = 0
+    while (ended := trained_until(places, tmp_path / str(places), monkeypatch))[0]:
+        assert ended[1].notes == whole.notes, f"after a request to stop before instruction {places}"
+        places += 1
+    assert places > 100
 
 
 @pytest.mark.parametrize(
