@@ -232,12 +232,15 @@ def _spec(story: Story, **changes: Any) -> None:
 
 
 GAVE_UP = 'the workflow failed; {"tags":["HttpError"],"message":"HTTP server responded with error code 500"}'
+NOT_REACHED = (
+    'the workflow failed; {"message":"ConnectionError: http.post: ConnectionError","tags":["ConnectionError"]}'
+)
 BROKEN = 'the workflow failed; {"tags":["KeyError"],"message":"key not found: status"}'
 
 
-@pytest.mark.parametrize(("message", "is_reported"), [(GAVE_UP, False), (BROKEN, True)])
+@pytest.mark.parametrize(("message", "is_reported"), [(GAVE_UP, False), (NOT_REACHED, False), (BROKEN, True)])
 def test_a_run_whose_workflow_gave_up_needs_no_retry(message: str, is_reported: bool) -> None:
-    """As in seed 301052: nine calls of `inspect` failed in a row. An error of the workflow itself is a defect."""
+    """As in seeds 301052 and 2004347: nine calls in a row failed. An error of the workflow itself is a defect."""
     story = stopped()
     _fail_as(story, "infrastructure", message)
     assert ("retries_are_counted" in {problem.rule for problem in check(story.history())}) is is_reported

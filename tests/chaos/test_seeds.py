@@ -57,6 +57,10 @@ DEFECTS = {
     (503895, tuple(TARGETS)): "a node that a call created late held the disk of its attempt, so its run never ended",
     (502874, tuple(TARGETS)): "the checker missed a job that a call created late and its attempt then found",
     (503333, tuple(TARGETS)): "the checker missed a stall that began while another stall lasted",
+    (
+        2004605,
+        tuple(TARGETS),
+    ): "the checker charged an attempt that was cancelled while it waited from its start, not from its last wait",
     (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 

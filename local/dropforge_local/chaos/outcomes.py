@@ -15,7 +15,7 @@ from .limits import Rule, Use, training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, TERMINAL, At, Life, duration_of, seconds_of
 
 _GAVE_UP = re.compile(
-    r'the workflow failed; {"tags":\["(HttpError|ConnectionError|ConnectionFailedError|TimeoutError)"'
+    r'the workflow failed; {.*"tags":\["(HttpError|ConnectionError|ConnectionFailedError|TimeoutError)"'
 )
 RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 2}
 CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 30 s at most
@@ -300,8 +300,8 @@ def _was_refused(life: Life, id_: str, before: float) -> bool:
 
 def _charged(attempt: dict[str, Any]) -> float:
     """The seconds for which the record charges an attempt."""
-    if attempt.get("running") is None and (attempt["error"] is None or _is_capacity(attempt)):
-        return 0.0 if _is_capacity(attempt) else seconds_of(attempt["ended"]) - seconds_of(attempt["started"])
+    if attempt.get("running") is None and _is_capacity(attempt):
+        return 0.0
     since = attempt.get("running") or attempt.get("waiting") or attempt["started"]
     return max(0.0, seconds_of(attempt["ended"]) - seconds_of(since))
 
