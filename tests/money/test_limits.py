@@ -288,6 +288,13 @@ def test_each_warning_is_sent_once_and_in_time() -> None:
     assert warnings == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
 
 
+def test_a_warning_that_is_due_within_a_second_is_waited_for() -> None:
+    job, run = spec({"max_duration": "10h"}), record("", usd=1)
+    at = NOW + timedelta(hours=8)
+    assert seconds_to_warning(run, job, at - timedelta(seconds=0.5)) == 0.5
+    assert seconds_to_warning(run, job, at) == math.inf
+
+
 def test_a_missed_warning_is_not_sent_after_a_later_warning() -> None:
     job, run = spec({"max_cost_usd": 10, "max_duration": "12h"}), record("", usd=1)
     assert [notice.key for notice in due(run, job, NOW + timedelta(hours=9))] == ["budget-80"]

@@ -12,7 +12,7 @@ from dropforge.cloud.google_apis import NotAsked, Refused
 from dropforge.spec import parse_spec
 from dropforge.stages import preflight as module
 from dropforge.stages.answers import Finding
-from dropforge.stages.preflight import preflight
+from dropforge.stages.preflight import accepted, preflight
 
 from ..console.test_run_page import SPEC
 from ..deployments import Memory, context_with
@@ -53,6 +53,17 @@ def test_a_question_that_cannot_be_asked_here_is_not_called_ok(monkeypatch: pyte
     quotas = {what: status for what, status in asked.items() if what.startswith("quota for")}
     assert quotas
     assert set(quotas.values()) == {"not asked"}
+
+
+def test_a_spec_whose_budget_may_end_the_endpoint_early_is_accepted_with_a_warning() -> None:
+    serve = {"type": "cloud_run", "ttl": "4h", "price_usd_per_hour": 1}
+    target = {**SPEC["target"], "price_usd_per_hour": 1}
+    for budget, statuses in ((9, ["ok"]), (5, ["ok", "warning"])):
+        limits = {"max_duration": "4h", "max_cost_usd": budget}
+        document = {**SPEC, "target": target, "serve": serve, "limits": limits}
+        found = list(accepted("spec", parse_spec(json.dumps(document).encode())))
+        assert [each.status for each in found] == statuses
+        assert all("raise limits.max_cost_usd" in each.message for each in found[1:])
 
 
 def asked_of(limit: float, usage: float, zones: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

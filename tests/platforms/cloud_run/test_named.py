@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.api_core.exceptions import PermissionDenied
 from google.cloud import run_v2
 
-from dropforge.base.errors import CloudError, Conflict
+from dropforge.base.errors import CloudError, Conflict, ErrorClass
 from dropforge.platforms.cloud_run.named import NamedService, service_request
 from dropforge.platforms.named import Candidate, Reached, RevisionGone, Share, owner_labels
 from dropforge.platforms.serving import Deployment
@@ -116,6 +117,27 @@ def test_a_revision_that_cloud_run_cannot_start_is_a_failure_with_its_reason() -
     failed = {"state": "CONDITION_FAILED", "message": "The container failed to start."}
     with pytest.raises(CloudError, match="The container failed to start"):
         SERVER.deploy(CloudRun("rollout-2", terminal_condition=failed).cloud, CANDIDATE, [SERVING])
+
+
+def test_an_error_of_cloud_run_is_told_with_its_class() -> None:
+    run = CloudRun()
+
+    def refuse(**_: Any) -> None:
+        raise PermissionDenied("run.services.get is missing")
+
+    run.cloud.clients.run_services().get_service = refuse
+    for verb, arguments in (
+        (SERVER.deploy, (CANDIDATE, [SERVING])),
+        (SERVER.find, (NAME, 1)),
+        (SERVER.shift, (NAME, [SERVING])),
+        (SERVER.suspend, (NAME, [SERVING])),
+        (SERVER.resume, (NAME, [CANDIDATE])),
+        (SERVER.delete, (NAME,)),
+    ):
+        call: Any = verb
+        with pytest.raises(CloudError, match=r"run\.services\.get is missing") as told:
+            call(run.cloud, *arguments)
+        assert told.value.error_class == ErrorClass.PERMISSION
 
 
 def test_requests_are_moved_once_cloud_run_reports_it_and_never_to_a_deleted_revision() -> None:

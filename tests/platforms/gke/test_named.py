@@ -109,6 +109,44 @@ def test_requests_move_by_a_conditional_switch_to_ready_pods_only(cloud: Cloud) 
         endpoint.shift(2)
 
 
+def test_a_suspended_endpoint_resumes_the_revisions_that_exist(cloud: Cloud) -> None:
+    endpoint = Endpoint(cloud, "resumed", min_instances=2, max_instances=3)
+    endpoint.deploy(1)
+    fenced: list[int] = []
+
+    def replicas() -> int:
+        server = endpoint.api.get(endpoint.server(1))
+        assert server is not None
+        return int(server["spec"]["replicas"])
+
+    def resume(*numbers: int) -> bool:
+        return SERVER.resume(
+            here().cloud, endpoint.service, list(map(endpoint.candidate, numbers)), lambda: fenced.append(1)
+        )
+
+    assert resume(1), "it is not suspended"
+    assert (replicas(), fenced) == (2, []), "a revision that runs is not changed"
+    until(lambda: SERVER.suspend(here().cloud, endpoint.service, [endpoint.share(1)]))
+    assert replicas() == 0
+    assert resume(1, 2), "a revision for a rollback may be deleted"
+    assert (replicas(), len(fenced)) == (2, 1)
+    with pytest.raises(CloudError, match="does not exist any more"):
+        resume(2, 1)
+    endpoint.delete()
+
+
+def test_an_endpoint_whose_cluster_is_deleted_is_suspended_pruned_and_deleted(cloud: Cloud) -> None:
+    endpoint = Endpoint(cloud, "homeless")
+    service = endpoint.service.replace("/clusters/c1/", "/clusters/deleted/")
+    assert service != endpoint.service
+    assert SERVER.suspend(here().cloud, service, [endpoint.share(1)]) is True
+    SERVER.prune(here().cloud, service, set(), 1)
+    assert SERVER.find(here().cloud, service, 1) is None
+    assert SERVER.delete(here().cloud, service) is True
+    with pytest.raises(CloudError, match="does not exist any more"):
+        SERVER.resume(here().cloud, service, [endpoint.candidate(1)])
+
+
 def meddling(endpoint: Endpoint) -> Callable[[Kubernetes, str], Any]:
     """A read of the object with the endpoint's address, followed by another caller's change."""
     read = Kubernetes.get
