@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 from tests.patience import looks
 
+from dropforge_local.base import ports
 from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 from dropforge_local.base.recording import CALLERS
@@ -131,6 +132,25 @@ def test_a_caller_whose_port_was_taken_while_the_stack_was_down_gets_another(cap
     assert set(kept).isdisjoint(ports[CALLERS[0]])
     assert len({port for pair in ports.values() for port in pair}) == 2 * len(CALLERS)
     assert [f"the port of {CALLERS[0]} is taken" in message for message in caplog.messages] == [True, True]
+
+
+def test_a_server_that_starts_again_gives_its_ports_to_no_other_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listeners without a port from before are bound first, and the only other free ports are those from before."""
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
+            free.bind((HOST, 0))
+        grpc_port, spare = (free.getsockname()[1] for free in (first, second))
+    monkeypatch.setattr(ports, "_kept", set())
+    monkeypatch.setattr(ports, "STACK_PORTS", [grpc_port, spare])
+    monkeypatch.setattr("random.sample", lambda among, _: list(among))
+
+    async def run() -> tuple[int, int]:
+        server = Server([], http_port=0, grpc_port=grpc_port)
+        await server.start()
+        await server.stop()
+        return server.http_port, server.grpc_port
+
+    assert asyncio.run(run()) == (spare, grpc_port)
 
 
 def connect_until_refused(port: int, clients: list[socket.socket]) -> None:

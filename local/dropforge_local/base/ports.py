@@ -9,6 +9,7 @@ import random
 import socket
 import tempfile
 import threading
+from collections.abc import Iterable
 
 HOST = "127.0.0.1"  # no other machine reaches what the stack starts
 # The stack's own ports: below those that systems give to outgoing connections, which would take a port while its stack
@@ -20,6 +21,7 @@ STACK_PORTS = range(int(_FIRST), int(_LAST) + 1)
 SHARE = 4
 
 _lent: dict[int, None] = {}  # the ports that this process has given, oldest first
+_kept: set[int] = set()  # the ports that this process has from its last start
 _guard = threading.Lock()
 
 
@@ -33,11 +35,19 @@ def free_port(among: range, taken: set[int]) -> int:
         own = [port for port in _lent if port in among]
         fresh = [port for port in random.sample(among, len(among)) if port not in _lent]
         for port in fresh + own if len(own) * SHARE < len(among) else own + fresh:
-            if port not in taken and _reserve(port) and is_free(port):
+            if port not in taken and port not in _kept and _reserve(port) and is_free(port):
                 _lent.pop(port, None)
                 _lent[port] = None
                 return port
     raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
+
+
+def keep(ports: Iterable[int]) -> None:
+    """Let `free_port`, here and in other stacks of this user, give none of these ports until this process ends."""
+    with _guard:
+        _kept.update(port for port in ports if port)
+        for port in _kept:
+            _reserve(port)
 
 
 def stack_port(port: int) -> int:

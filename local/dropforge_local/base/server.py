@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ from .browsers import refuse_pages
 from .db import Database
 from .errors import ApiError
 from .peers import Strangers
-from .ports import HOST, stack_port
+from .ports import HOST, keep, stack_port
 from .recording import CALLERS, Recorder
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
+        keep([self.http_port, self.grpc_port, *chain.from_iterable(self.kept_ports.values())])
         recording = [self.recorder.middleware(self._addresses)] if self.recorder else []
         entering = [self._entering()] if self.callers else []
         own = [self.strangers.middleware] if self.strangers else []
