@@ -72,7 +72,7 @@ def test_a_named_endpoint_counts_for_the_runs_whose_models_it_serves(spent: Depl
         revisions=[revision, shared],
     )  # fmt: skip
     store = EndpointStore(spent.store, Clock())
-    assert store.create(record)
+    store.create(record)
     month = json.loads(spent.run("cost", "--json").stdout)["groups"][0]
     assert (month["training_usd"], month["endpoints_usd"], month["total_usd"]) == (2.0, 14.0, 16.0)
     store.update("e", lambda latest: latest.model_copy(update={"revisions": [revision, shared, unpriced]}))

@@ -39,9 +39,9 @@ class EndpointStore:
         except NotFound:
             return None
 
-    def create(self, record: EndpointRecord) -> bool:
-        """Write the record of a new endpoint; False if the endpoint has a record."""
-        return self._bucket.put_new(names.endpoint_object(record.name), record.model_dump_json().encode())
+    def create(self, record: EndpointRecord) -> None:
+        """Write the record of a new endpoint, unless the endpoint has a record."""
+        self._bucket.put_new(names.endpoint_object(record.name), record.model_dump_json().encode())
 
     def update(self, endpoint: str, change: Callable[[EndpointRecord], EndpointRecord]) -> EndpointRecord:
         """Apply `change` to the record, again after each conflict; `change` must have no side effects.

@@ -56,11 +56,9 @@ class TrialStore(EndpointStore):
     def record(self, endpoint: str) -> EndpointRecord:
         return self._made.get(endpoint) or super().record(endpoint)
 
-    def create(self, record: EndpointRecord) -> bool:
-        if self.find(record.name) is not None:
-            return False
-        self._made[record.name] = record
-        return True
+    def create(self, record: EndpointRecord) -> None:
+        if self.find(record.name) is None:
+            self._made[record.name] = record
 
     def update(self, endpoint: str, change: Callable[[EndpointRecord], EndpointRecord]) -> EndpointRecord:
         change(self.record(endpoint))
