@@ -32,7 +32,7 @@ from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems
 from dropforge.stages.await_.decide import Heard, Report
 from dropforge.stages.await_.inspect import _note_running, _stuck
-from dropforge.stages.deploy import _enter
+from dropforge.stages.deploy import _enter, _too_late
 from dropforge.stages.provision import _open_attempt, pause_seconds
 from dropforge.stages.retries import retry_or_fail
 
@@ -286,6 +286,13 @@ def test_each_warning_is_sent_once_and_in_time() -> None:
         seconds = seconds_to_warning(run, job, now)
         assert seconds == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
     assert warnings == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
+
+
+def test_an_endpoint_that_is_ready_too_late_has_the_class_of_the_limit_that_ended_its_time() -> None:
+    for limits, error_class in (({}, ErrorClass.DEADLINE), ({"max_cost_usd": 10}, ErrorClass.BUDGET)):
+        error = _too_late(spec(limits), NOW).error
+        assert error is not None
+        assert error.error_class is error_class
 
 
 def test_a_warning_that_is_due_within_a_second_is_waited_for() -> None:

@@ -43,6 +43,19 @@ def attempt(number: int, usd_per_hour: float | None, seconds: float | None) -> A
     )
 
 
+def test_only_an_attempt_that_may_still_run_gets_a_reason_for_its_wait() -> None:
+    for state, ended, is_noted in (
+        (RunState.PROVISIONING, None, True),
+        (RunState.PROVISIONING, 5, False),
+        (RunState.TRAINING, None, False),
+    ):
+        before = record(state).model_copy(update={"attempts": [attempt(1, 1.0, ended)]})
+        after = before.with_wait_reason(1, "no GPU is free")
+        assert after.attempts[0].wait_reason == ("no GPU is free" if is_noted else "")
+        assert (after is before) is not is_noted
+        assert after.with_wait_reason(1, "").attempts[0].wait_reason == "", "it runs"
+
+
 @pytest.mark.parametrize("terminal", [s for s in RunState if s.is_terminal])
 @pytest.mark.parametrize("state", list(RunState))
 def test_a_terminal_state_is_written_once(terminal: RunState, state: RunState) -> None:

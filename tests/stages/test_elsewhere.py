@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,12 +11,21 @@ from google.api_core.exceptions import Forbidden, ServiceUnavailable
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.stages.rollout.elsewhere import Unreadable, find_model, why_not_here
+from dropforge.stages.rollout.elsewhere import Unreadable, _spec_here, find_model, why_not_here
+from dropforge.stages.rollout.requests import Refused
 
 from ..deployments import Memory, context_with, settings_with
 
 URI = "gs://their-runs/models/theirs-0123456789ab"
-SETTINGS = settings_with(runs_bucket="runs", model_buckets="their-runs,more-runs")
+SETTINGS = settings_with(runs_bucket="runs", model_buckets="their-runs,more-runs", rollout_workflow="rollout")
+RUN_SPEC = {
+    "api_version": "dropforge/v1",
+    "name": "theirs",
+    "model": {"source": "owner/tiny-1m"},
+    "dataset": {"source": "owner/rows"},
+    "training": {"adapter": {"type": "none"}},
+    "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+}
 
 
 class Refusing(Memory):
@@ -47,6 +57,29 @@ def test_an_outage_is_no_refusal() -> None:
     with pytest.raises(CloudError) as raised:
         found(ServiceUnavailable("try again"))
     assert raised.value.error_class is ErrorClass.TRANSIENT
+
+
+@pytest.mark.parametrize(
+    ("serve", "changes", "why"),
+    [
+        (None, {}, "has no `serve`"),
+        ({"share": True}, {}, "is an adapter that shares an endpoint"),
+        ({"type": "cloud_run"}, {"share": True}, "is an adapter that shares an endpoint"),
+        ({"type": "cloud_run"}, ["region"], "expected fields of `serve`"),
+        ({"type": "cloud_run", "regoin": "x"}, {}, "/serve/regoin"),
+        ({"type": "cloud_run"}, {}, ""),
+        (None, {"type": "cloud_run"}, ""),
+    ],
+)
+def test_a_model_is_served_as_its_spec_and_the_request_say_together(serve: Any, changes: Any, why: str) -> None:
+    text = json.dumps({**RUN_SPEC, "serve": serve}).encode()
+    if why:
+        with pytest.raises(Refused, match=why):
+            _spec_here(SETTINGS, URI, text, "sql", changes)
+    else:
+        spec = _spec_here(SETTINGS, URI, text, "sql", changes)
+        assert spec.serve is not None
+        assert (spec.serve.type, spec.serve.endpoint, spec.serve.budget) == ("cloud_run", "sql", None)
 
 
 def test_no_bucket_is_allowed_without_the_operator() -> None:

@@ -254,6 +254,23 @@ def test_an_end_of_instances_is_tried_until_it_succeeds(
     assert deployment.rollout.state.is_terminal
 
 
+@pytest.mark.parametrize(
+    ("verb", "kind", "state"), [("suspend", "suspend", "SUSPENDING"), ("delete", "retire", "RETIRING")]
+)
+def test_the_longer_instances_take_to_end_the_rarer_are_the_looks(
+    deployment: Deployment, verb: str, kind: str, state: str
+) -> None:
+    deployment.endpoint(state, kind, r_started=NOW)
+    deployment.platform.answers[verb] = False
+    waits = []
+    for waited in (0, 3, 30, 600):
+        deployment.now = NOW + timedelta(seconds=waited)
+        answer = deployment.advance()
+        assert isinstance(answer, Pending)
+        waits.append(answer.wait_seconds)
+    assert waits == [2, 7.5, 7.5, 30]
+
+
 def test_a_rollout_waits_for_its_turn(deployment: Deployment) -> None:
     deployment.endpoint("CHECKING")
     later = Rollout(id="later", kind="retire", who="me", requested=NOW)

@@ -208,6 +208,17 @@ def test_any_text_makes_a_document_that_protobuf_reads(text: str, name: str) -> 
     assert shown.isprintable()
 
 
+def test_a_value_has_the_type_of_its_own() -> None:
+    """OTLP's JSON writes a whole number of 64 bits as text (https://protobuf.dev/programming-guides/json/)."""
+    values: dict[str, str | int | float] = {"yes": True, "count": 2**60, "share": 0.5, "text": "a\nb"}
+    assert {each["key"]: each["value"] for each in otlp._attributes(values)} == {
+        "yes": {"boolValue": True},
+        "count": {"intValue": str(2**60)},
+        "share": {"doubleValue": 0.5},
+        "text": {"stringValue": "a b"},
+    }
+
+
 def test_times_are_exact_to_the_microsecond() -> None:
     begins = NOW.replace(microsecond=123457)
     history = [transition.model_copy(update={"time": begins}) for transition in HISTORY]

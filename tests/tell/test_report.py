@@ -8,11 +8,29 @@ from typing import Any
 
 import pytest
 
-from dropforge.run.record import Endpoint, Record, RunState, Transition
-from dropforge.spec import parse_spec
+from dropforge.base.errors import ErrorClass
+from dropforge.run.record import Endpoint, Record, RunError, RunState, Transition
+from dropforge.spec import JobSpec, parse_spec
 from dropforge.tell.report import report
 
 NOW = datetime(2026, 11, 24, tzinfo=UTC)
+
+
+def spec(serve: Any) -> JobSpec:
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/rows"},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": serve,
+    }
+    return parse_spec(json.dumps(document).encode())
+
+
+def record(state: RunState, **fields: Any) -> Record:
+    history = [Transition(state=state, time=NOW)]
+    return Record(run="n-0123456789ab", name="n", source="s", state=state, created=NOW, history=history, **fields)
 
 
 @pytest.mark.parametrize(
@@ -24,25 +42,15 @@ NOW = datetime(2026, 11, 24, tzinfo=UTC)
     ],
 )
 def test_a_report_says_how_its_endpoint_is_called(serve: Any, expected: Any) -> None:
-    document = {
-        "api_version": "dropforge/v1",
-        "name": "n",
-        "model": {"source": "owner/tiny-1m"},
-        "dataset": {"source": "owner/rows"},
-        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
-        "serve": serve,
-    }
     endpoint = Endpoint(
         url="https://e", model="n", service="s", region="us-central1", ready=NOW, expires=NOW + timedelta(hours=1)
     )
-    record = Record(
-        run="n-0123456789ab",
-        name="n",
-        source="s",
-        state=RunState.SUCCEEDED,
-        created=NOW,
-        history=[Transition(state=RunState.SUCCEEDED, time=NOW)],
-        endpoint=endpoint if serve else None,
-    )
-    told = report(record, parse_spec(json.dumps(document).encode()), NOW)["endpoint"]
+    told = report(record(RunState.SUCCEEDED, endpoint=endpoint if serve else None), spec(serve), NOW)["endpoint"]
     assert expected == (told and (told["base_url"], told["model"], told["credential"]))
+
+
+def test_a_report_says_why_a_run_failed() -> None:
+    error = RunError(error_class=ErrorClass.DATA, message="no rows", hint="add rows")
+    told = report(record(RunState.FAILED, error=error), spec(None), NOW)
+    assert told["error"] == {"error_class": "data", "message": "no rows", "hint": "add rows"}
+    assert report(record(RunState.SUCCEEDED), spec(None), NOW)["error"] is None

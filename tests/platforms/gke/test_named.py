@@ -14,6 +14,7 @@ from dropforge.base.clock import utc_now
 from dropforge.base.errors import CloudError
 from dropforge.cloud import kubernetes
 from dropforge.cloud.kubernetes import Kubernetes
+from dropforge.platforms.gke import named
 from dropforge.platforms.gke.named import NamedDeployments
 from dropforge.platforms.gke.serve import GkeDeployment
 from dropforge.platforms.gke.workload import INSTANCE
@@ -145,6 +146,17 @@ def test_an_endpoint_whose_cluster_is_deleted_is_suspended_pruned_and_deleted(cl
     assert SERVER.delete(here().cloud, service) is True
     with pytest.raises(CloudError, match="does not exist any more"):
         SERVER.resume(here().cloud, service, [endpoint.candidate(1)])
+
+
+def test_a_first_revision_gets_no_requests_before_it_answers(cloud: Cloud) -> None:
+    endpoint = Endpoint(cloud, "unready")
+    with patch.object(named, "url_once_ready", return_value=Waits("it loads the model")):
+        assert SERVER.deploy(here().cloud, endpoint.candidate(1), []) == Waits("it loads the model")
+    assert endpoint.api.get(endpoint.server(1)), "it starts"
+    assert endpoint.api.get(endpoint.service) is None
+    endpoint.deploy(1)
+    assert endpoint.selected == endpoint.revision(1)
+    endpoint.delete()
 
 
 def meddling(endpoint: Endpoint) -> Callable[[Kubernetes, str], Any]:

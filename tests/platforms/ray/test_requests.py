@@ -365,20 +365,27 @@ def pod(node: str, phase: str, waiting: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("pods", "reason"),
+    ("pods", "reason", "is_paid"),
     [
-        ([], "RayJob j is Initializing"),
-        ([pod("n", "Pending", "ContainerCreating")], "worker-0 is on a node: container ray-worker waits: Container"),
+        ([], "RayJob j is Initializing", False),
+        ([pod("", "Pending", "")], "RayJob j is Initializing", False),
+        (
+            [pod("n", "Pending", "ContainerCreating")],
+            "worker-0 is on a node: container ray-worker waits: Container",
+            True,
+        ),
     ],
 )
-def test_a_rayjob_that_waits_says_what_its_pods_do(
-    pods: list[Any], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_a_rayjob_that_waits_says_what_its_pods_do_and_costs_nothing_before_they_have_a_node(
+    pods: list[Any], reason: str, is_paid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = job("Initializing", rayClusterName="c")
     api = SimpleNamespace(get=lambda _: manifest, find=lambda _, kind, **__: pods if kind == "pods" else [])
     monkeypatch.setattr(api_of_clusters, "find_cluster", lambda *_: SimpleNamespace(status=None))
     monkeypatch.setattr(api_of_clusters, "connect", lambda *_: api)
-    assert reason in RayJobs().inspect(cloud_with(), launch()).wait_reason
+    status = RayJobs().inspect(cloud_with(), launch())
+    assert reason in status.wait_reason
+    assert (status.phase, status.is_paid) == (Phase.PENDING, is_paid)
 
 
 def test_pods_without_their_ray_cluster_are_listed() -> None:

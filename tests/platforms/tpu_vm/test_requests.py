@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +23,7 @@ from dropforge.plan import make_plan
 from dropforge.platforms.tpu_vm import serve
 from dropforge.platforms.tpu_vm.serve import TpuVmServer
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node
-from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.spec import parse_spec
 from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
@@ -240,6 +240,22 @@ def test_an_endpoint_exists_as_long_as_its_node(node: Any, expected: bool, monke
     monkeypatch.setattr(server, "machine", lambda _: None)
     nothing: Any = None
     assert server.exists(cloud_with(), nothing) is expected
+
+
+def test_a_server_that_does_not_answer_yet_says_what_its_machine_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script tries again what may pass; anything else is the end."""
+    server, nothing = TpuVmServer(), cast("Any", None)
+    for error_class, phase in ((ErrorClass.TRANSIENT, Phase.PENDING), (ErrorClass.CODE, Phase.RUNNING)):
+        reported = CloudError(error_class, "the image cannot be pulled")
+        looked = (Status(phase, "the node is being created"), None, reported)
+        monkeypatch.setattr(serve, "_look", lambda *_, looked=looked: looked)
+        if error_class is ErrorClass.TRANSIENT:
+            assert server._ready(cloud_with(), nothing, nothing) == Waits("the image cannot be pulled")
+        else:
+            with pytest.raises(CloudError, match="the image cannot be pulled"):
+                server._ready(cloud_with(), nothing, nothing)
+    monkeypatch.setattr(serve, "_look", lambda *_: (Status(Phase.PENDING, "the node is being created"), None, None))
+    assert server._ready(cloud_with(), nothing, nothing) == Waits("the node is being created")
 
 
 def test_the_error_of_a_machine_that_has_ended_does_not_pass() -> None:

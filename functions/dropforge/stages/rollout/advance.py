@@ -37,6 +37,7 @@ from .telling import tell
 COPYING = timedelta(hours=2)  # for a copy, which may go to another region
 COMPARING = timedelta(minutes=30)  # for the parity seal, beyond serve.startup_timeout
 LOOK_SECONDS = 2.0
+END_SECONDS = 60.0  # how long the instances of an endpoint usually take to end; those on a VM take some minutes
 BUDGET_HINT = "the model is kept; `dropforge serve RUN --as NAME` puts it behind the name then"
 DAMAGED_HINT = "serve the model of another run"
 CHANGES = ("deploy", "remove")  # the kinds with a new revision
@@ -422,7 +423,7 @@ def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer 
     shares = _shares(record, record.stable, 0)
     server = context.platforms.named(record.type)
     if not server.suspend(context.cloud, record.service, shares, _fence(context, record, mine)):
-        return Pending(wait_seconds=LOOK_SECONDS)
+        return _next_look_at_end(context, mine)
     context.endpoints.update(record.name, lambda r: r.stopped(mine.id, context.now()))
     return None
 
@@ -430,11 +431,16 @@ def _suspend(context: Context, record: EndpointRecord, mine: Rollout) -> Answer 
 def _retire(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
     """Delete the endpoint."""
     if not context.platforms.named(record.type).delete(context.cloud, record.service):
-        return Pending(wait_seconds=LOOK_SECONDS)
+        return _next_look_at_end(context, mine)
     now = context.now()
     copies.drop(context, record.gone(mine.id, now).copies_to_drop)
     context.endpoints.update(record.name, lambda r: r.gone(mine.id, now))
     return None
+
+
+def _next_look_at_end(context: Context, mine: Rollout) -> Pending:
+    assert mine.started is not None, "it has a state"
+    return Pending(wait_seconds=next_look_since(mine.started, context.now(), END_SECONDS))
 
 
 _STEPS: dict[RolloutState, Step] = {
