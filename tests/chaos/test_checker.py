@@ -671,6 +671,18 @@ def test_a_broken_promise_is_reported(rule: str, story: Callable[[], Story], mut
     assert rule in {problem.rule for problem in check(mutated.history())}
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_model_that_an_earlier_attempt_has_committed_is_a_report(is_committed: bool) -> None:
+    """As in seed 4004574: the machine of an ended attempt trained while a function that deletes it was stalled."""
+    story = stuck()
+    _training_before_any_report(story)
+    story.commit(1)
+    committed = story.facts.pop()
+    if is_committed:
+        story.facts.insert(1, committed._replace(time=story.facts[0].time))
+    assert ("training_is_reported" in {problem.rule for problem in check(story.history())}) is not is_committed
+
+
 def test_every_rule_has_a_mutation() -> None:
     own = [rule for rule in RULES if rule not in outcomes.RULES]  # test_outcomes.py breaks the others
     assert {rule.__name__ for rule in own} <= {rule for rule, _, _ in MUTATIONS}

@@ -124,14 +124,18 @@ def one_owner(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def training_is_reported(life: Life) -> Iterator[tuple[float, str]]:
-    """A run is TRAINING only after a container of that attempt has reported. No other container speaks for it."""
+    """A run is TRAINING only after a container of that attempt has reported. No other container speaks for it.
+
+    A model that a container of any attempt has committed is the success of the run.
+    """
     reported = {event.value["attempt"]: event.index for event in reversed(life.job_events)}
+    committed = [manifest.index for manifest in life.manifests if manifest.value.get("run") == life.run]
     seen: set[int] = set()
     for record in life.records:
         number = record.value["history"][-1]["attempt"]
         if record.value["state"] == "TRAINING" and number not in seen:
             seen.add(number)
-            if reported.get(number, record.index) >= record.index:
+            if min([reported.get(number, record.index), *committed]) >= record.index:
                 yield record.time, f"attempt {number} was TRAINING before its container had reported anything"
 
 
