@@ -395,6 +395,8 @@ def test_a_notice_is_sent_until_somebody_hears_it_or_for_two_minutes(
     assert tell(deployment.context, record, rollout) is is_heard
     deployment.now += TRIED_FOR + timedelta(seconds=1)
     assert tell(deployment.context, record, rollout)
+    nothing = record.model_copy(update={"revisions": []})
+    assert tell(deployment.context, nothing, rollout.model_copy(update={"revision": 0, "ended": NOW})), "it is not told"
     deployment.at_rest(budget=LIMIT.model_copy(update={"before_usd": -4.5}))
     telling.warn_of_budget(deployment.context, deployment.record)
     budget = deployment.record.budget

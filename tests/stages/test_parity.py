@@ -83,6 +83,7 @@ class Endpoint:
     down: set[int] = field(default_factory=set)
     wrong: set[int] = field(default_factory=set)
     rounded: set[int] = field(default_factory=set)
+    chats: set[int] = field(default_factory=set)  # rows whose chat has another answer, as a wrong default gives it
     odd: float | None = None  # the log-probability of every token, in the rows of `rounded`
     asked: list[int] = field(default_factory=list)
     url: str = ""
@@ -95,7 +96,10 @@ class Endpoint:
             return 503, {}
         if "messages" in body:
             self.asked.append(row.row)
-            return 200, {"prompt_token_ids": row.prompt, "choices": [{"token_ids": row.answer}]}
+            answer = [8, 7] if row.row in self.chats else row.answer
+            return 200, {"prompt_token_ids": row.prompt, "choices": [{"token_ids": answer}]}
+        if body["prompt"] == row.prompt:
+            return 200, {"choices": [{"token_ids": row.answer}]}
         tops = [dict(zip(ids, values, strict=True)) for ids, values in row.top]
         if row.row in self.wrong:
             tops[0] = {9: -0.01, 7: -5.0}
@@ -107,7 +111,7 @@ class Endpoint:
 
     def _row(self, body: dict[str, Any]) -> SealedRow | None:
         for row in seal().rows:
-            if body.get("messages") == row.messages or body.get("prompt") == [*row.prompt, *row.answer]:
+            if body.get("messages") == row.messages or body.get("prompt") in (row.prompt, [*row.prompt, *row.answer]):
                 return row
         return None
 
@@ -201,6 +205,16 @@ def test_a_difference_is_final(endpoint: Endpoint) -> None:
     assert again == first
     assert repeated is not None
     assert (repeated.error_class, repeated.message) == (ErrorClass.PARITY, error.message)
+
+
+def test_another_answer_to_the_same_ids_is_refused_with_its_cause(endpoint: Endpoint) -> None:
+    """All probabilities are right: only the answer of the chat shows a default that samples."""
+    endpoint.chats = {3}
+    parity, error = compare(context(bucket()), RUN, None, endpoint.url, MODEL)
+    assert error is not None
+    assert (error.error_class, parity.state, parity.rows) == (ErrorClass.PARITY, "failed", 2)
+    assert "row 3, token 1 of the answer" in error.message
+    assert "sampling defaults that the evaluation did not use" in error.message
 
 
 def test_other_probabilities_alone_are_refused_with_the_token_that_differs_most(endpoint: Endpoint) -> None:

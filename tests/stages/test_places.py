@@ -226,7 +226,7 @@ def test_runs_that_cannot_enter_wait_and_one_sweep_enters_all_of_them_in_order(m
         answers = [deployment.ask(run) for run in reversed(runs)]
     assert None not in answers
     records = {run: deployment.record(run) for run in runs}
-    assert [bool(record.queued) for record in records.values()] == [True] * 3
+    assert [record.queued and record.queued.rule for record in records.values()] == ["max_runs"] * 3
     repair(deployment.context, records)
     assert deployment.holding() == runs[:1]
     assert [deployment.ask(run) is None for run in runs] == [True, False, False]

@@ -262,6 +262,16 @@ def test_only_a_temporary_error_of_a_creation_is_tried_again(error_class: ErrorC
         assert place.record.attempts[-1].error is not None
 
 
+def test_an_attempt_that_is_not_launched_in_time_says_what_it_waited_for() -> None:
+    place = Place(RunState.PROVISIONING, attempts=[running(100, launched=None, running=None, seen=None)])
+    place.platform.provision = lambda *_: Waits("the cluster is being created")  # type: ignore[method-assign]
+    assert provision(place.context, RUN, ME, 1).status == "FAILED"
+    error = place.record.attempts[-1].error
+    assert error is not None
+    assert error.error_class is ErrorClass.STOCKOUT
+    assert error.message.endswith("was not launched in us-central1 within 6000 s: the cluster is being created")
+
+
 def test_in_a_pause_no_placement_is_asked() -> None:
     full = RunError(error_class=ErrorClass.STOCKOUT, message="x")
     place = Place(RunState.PROVISIONING, spec=DAY, attempts=[running(5, ended=NOW, error=full)])
@@ -546,6 +556,21 @@ def test_an_endpoint_that_is_not_ready_is_looked_at_when_its_startup_timeout_end
     place.context.store.update(RUN, lambda r: r.model_copy(update={"history": [*r.history[:-1], began]}))
     answer = deploy(place.context, RUN, ME).to_json()
     assert (answer["status"], answer["wait_seconds"]) == ("PENDING", 7)
+
+
+@pytest.mark.parametrize(("paid_minutes", "error_class"), [(12, ErrorClass.BUDGET), (60, ErrorClass.CODE)])
+def test_an_endpoint_that_was_never_ready_ends_for_the_limit_that_ended_its_time(
+    paid_minutes: int, error_class: ErrorClass
+) -> None:
+    serve = {"type": "cloud_run", "ttl": "1h", "price_usd_per_hour": 10, "startup_timeout": "20m"}
+    place, began = Place(RunState.DEPLOYING, spec={"serve": serve}), NOW - 21 * MINUTE
+    deployment: Any = SimpleNamespace(spec=place.store.spec(RUN), expires=began + paid_minutes * MINUTE)
+    problem = CloudError(ErrorClass.CODE, "the container ended")
+    answer = deploying_stage._not_ready(place.context, deployment, began, lambda: problem).to_json()
+    waited = 60 * min(paid_minutes, 20)
+    assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", error_class)
+    assert f"{waited} s" in answer["error"]["message"]
+    assert answer["error"]["message"].endswith(": the container ended")
 
 
 class Deaf:

@@ -113,6 +113,13 @@ def test_only_the_revision_of_the_rollout_is_ready() -> None:
     )
 
 
+def test_a_revision_without_its_address_is_waited_for() -> None:
+    tagged = [{"revision": "df-1", "percent": 100, "tag": "r1", "uri": "https://r1"}, {"revision": "df-2", "tag": "r2"}]
+    run = CloudRun("rollout-2", traffic_statuses=tagged)
+    assert isinstance(SERVER.deploy(run.cloud, CANDIDATE, [SERVING]), Waits)
+    assert SERVER.find(run.cloud, NAME, 2) is None
+
+
 def test_a_revision_that_cloud_run_cannot_start_is_a_failure_with_its_reason() -> None:
     failed = {"state": "CONDITION_FAILED", "message": "The container failed to start."}
     with pytest.raises(CloudError, match="The container failed to start"):
