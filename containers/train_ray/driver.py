@@ -48,7 +48,7 @@ class Watch(watch.Watch):
         super()._report(report)
 
     def _begin(self, report: dict[str, Any]) -> None:
-        """The workers start, or restart after a worker was lost: continue with the notes of the step before."""
+        """The workers start, or restart after a worker was lost: continue with the notes of that step."""
         step = report["step"]
         if step > self._saved:
             self._save(step)

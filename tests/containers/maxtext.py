@@ -185,6 +185,22 @@ def uninterrupted_maxtext(
     return Uninterrupted(run, document, attempt, work, result, saved)
 
 
+def start_line(step: int, total: int) -> dict[str, Any]:
+    """The line of progress with which a trainer starts after a step."""
+    size = {"rows_per_step": 8, "tokens_per_step": 800.0}
+    return {"step": step, "total_steps": total, "loss_before": None, "judged_before": None, **size}
+
+
+def step_line(step: int, since: int = 0) -> dict[str, Any]:
+    """The line of progress of a step; the trainer counts tokens and seconds since its start."""
+    return {"step": step, "loss": 9.0 - step, "tokens": 100 * (step - since), "seconds": float(step - since)}
+
+
+def append_lines(progress: Path, *lines: dict[str, Any]) -> None:
+    with progress.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> None:
     deadline = time.monotonic() + timeout
     while not cloud.client.bucket(RUNS).blob(name).exists():

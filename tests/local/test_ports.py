@@ -27,7 +27,6 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_lent", {})
-    monkeypatch.setattr(ports, "_kept", set())
 
 
 def other(count: int) -> tuple[subprocess.Popen[str], set[int]]:
@@ -64,14 +63,3 @@ def test_a_process_that_has_its_share_gives_its_oldest_free_port_again() -> None
         server.bind((HOST, oldest))
         server.listen()
         assert free_port(AMONG, set()) not in (oldest, first)
-
-
-def test_the_ports_of_the_last_start_are_given_to_nothing_else() -> None:
-    """A stack that started again took its own gRPC port for HTTPS, whose port is chosen anew and bound before."""
-    kept, own = [0, FIRST, FIRST + 7], set[int]()
-    ports.keep(kept)
-    for _ in range(len(AMONG) - 2):
-        own.add(free_port(AMONG, own))
-    assert own == {*AMONG} - {*kept}
-    with pytest.raises(OSError, match="no free port"):
-        free_port(AMONG, own)

@@ -140,7 +140,6 @@ def test_a_server_that_starts_again_gives_its_ports_to_no_other_listener(monkeyp
         for free in (first, second):
             free.bind((HOST, 0))
         grpc_port, spare = (free.getsockname()[1] for free in (first, second))
-    monkeypatch.setattr(ports, "_kept", set())
     monkeypatch.setattr(ports, "STACK_PORTS", [grpc_port, spare])
     monkeypatch.setattr("random.sample", lambda among, _: list(among))
 

@@ -238,9 +238,12 @@ def test_a_call_that_was_suspended_changes_nothing(deployment: Deployment, kind:
     assert deployment.platform.calls == []
 
 
-@pytest.mark.parametrize(
+ends_of_instances = pytest.mark.parametrize(
     ("verb", "kind", "state"), [("suspend", "suspend", "SUSPENDING"), ("delete", "retire", "RETIRING")]
 )
+
+
+@ends_of_instances
 def test_an_end_of_instances_is_tried_until_it_succeeds(
     deployment: Deployment, verb: str, kind: str, state: str
 ) -> None:
@@ -254,9 +257,7 @@ def test_an_end_of_instances_is_tried_until_it_succeeds(
     assert deployment.rollout.state.is_terminal
 
 
-@pytest.mark.parametrize(
-    ("verb", "kind", "state"), [("suspend", "suspend", "SUSPENDING"), ("delete", "retire", "RETIRING")]
-)
+@ends_of_instances
 def test_the_longer_instances_take_to_end_the_rarer_are_the_looks(
     deployment: Deployment, verb: str, kind: str, state: str
 ) -> None:

@@ -9,7 +9,7 @@ import random
 import socket
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Set
 
 HOST = "127.0.0.1"  # no other machine reaches what the stack starts
 # The stack's own ports: below those that systems give to outgoing connections, which would take a port while its stack
@@ -21,11 +21,10 @@ STACK_PORTS = range(int(_FIRST), int(_LAST) + 1)
 SHARE = 4
 
 _lent: dict[int, None] = {}  # the ports that this process has given, oldest first
-_kept: set[int] = set()  # the ports that this process has from its last start
 _guard = threading.Lock()
 
 
-def free_port(among: range, taken: set[int]) -> int:
+def free_port(among: range, taken: Set[int]) -> int:
     """A port of 127.0.0.1 that nothing listens on, and that no other stack of this user gives at the same time.
 
     Whoever asks starts a container, which listens only seconds later. Until this process ends, a lock keeps other
@@ -35,24 +34,16 @@ def free_port(among: range, taken: set[int]) -> int:
         own = [port for port in _lent if port in among]
         fresh = [port for port in random.sample(among, len(among)) if port not in _lent]
         for port in fresh + own if len(own) * SHARE < len(among) else own + fresh:
-            if port not in taken and port not in _kept and _reserve(port) and is_free(port):
+            if port not in taken and _reserve(port) and is_free(port):
                 _lent.pop(port, None)
                 _lent[port] = None
                 return port
     raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
 
 
-def keep(ports: Iterable[int]) -> None:
-    """Let `free_port`, here and in other stacks of this user, give none of these ports until this process ends."""
-    with _guard:
-        _kept.update(port for port in ports if port)
-        for port in _kept:
-            _reserve(port)
-
-
-def stack_port(port: int) -> int:
-    """The given port, or a free port of STACK_PORTS for port 0. Raises OSError if all are taken."""
-    return port or free_port(STACK_PORTS, set())
+def stack_port(port: int, taken: Set[int] = frozenset()) -> int:
+    """The given port; for port 0, a free port of STACK_PORTS that is not `taken`. Raises OSError if there is none."""
+    return port or free_port(STACK_PORTS, taken)
 
 
 def is_listening(port: int) -> bool:

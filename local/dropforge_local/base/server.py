@@ -18,7 +18,7 @@ from .browsers import refuse_pages
 from .db import Database
 from .errors import ApiError
 from .peers import Strangers
-from .ports import HOST, keep, stack_port
+from .ports import HOST, stack_port
 from .recording import CALLERS, Recorder
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,6 @@ class Server:
 
     async def start(self) -> None:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
-        keep([self.http_port, self.grpc_port, *chain.from_iterable(self.kept_ports.values())])
         recording = [self.recorder.middleware(self._addresses)] if self.recorder else []
         entering = [self._entering()] if self.callers else []
         own = [self.strangers.middleware] if self.strangers else []
@@ -134,11 +133,11 @@ class Server:
             app.router.add_routes(emulator.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, stack_port(self.http_port))
+        site = web.TCPSite(self._runner, HOST, self._port(self.http_port))
         await site.start()
         self.http_port = self._runner.addresses[0][1]
         if self.tls is not None:
-            await web.TCPSite(self._runner, HOST, stack_port(0), ssl_context=self.tls).start()
+            await web.TCPSite(self._runner, HOST, self._port(0), ssl_context=self.tls).start()
             self.tls_port = self._runner.addresses[-1][1]
         server, self.grpc_port = self._bind_grpc("", self.grpc_port)
         self._grpc_servers = [server]
@@ -198,13 +197,17 @@ class Server:
 
         return enter
 
+    def _port(self, port: int) -> int:
+        """The given port, or a free port that no listener has from the last start: some of them are bound later."""
+        return stack_port(port, {self.http_port, self.grpc_port, *chain.from_iterable(self.kept_ports.values())})
+
     async def _bind_http(self, caller: str, port: int) -> int:
         """Open a caller's port, or another port if a program has taken it since the last start."""
         try:
-            await web.TCPSite(self._runner, HOST, stack_port(port)).start()
+            await web.TCPSite(self._runner, HOST, self._port(port)).start()
         except OSError as error:
             _tell_moved(caller, error)
-            await web.TCPSite(self._runner, HOST, stack_port(0)).start()
+            await web.TCPSite(self._runner, HOST, self._port(0)).start()
         return int(self._runner.addresses[-1][1])
 
     def _bind_grpc(self, caller: str, port: int) -> tuple[grpc.aio.Server, int]:
@@ -219,7 +222,7 @@ class Server:
         for emulator in self.emulators:
             if handlers := emulator.grpc_handlers():
                 server.add_generic_rpc_handlers(tuple(handlers))
-        port = stack_port(port)
+        port = self._port(port)
         try:
             return server, server.add_insecure_port(f"{HOST}:{port}")
         except RuntimeError as error:

@@ -9,6 +9,7 @@ import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -46,7 +47,8 @@ from dropforge.spec.job import Evaluation
 
 from .. import same_class
 from ..conftest import ROOT
-from ..interrupted import stopped_at
+from ..interrupted import StopAt, stopped_everywhere
+from ..maxtext import append_lines, start_line, step_line
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
     "model_type": "qwen3",
@@ -502,56 +504,26 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
     assert runner.work.trained() is None  # the next attempt trains on
 
 
-class Written:
-    """What a trainer has written so far: lines of progress, and checkpoints."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        work.progress.write_text("")
-
-    def add(self, *lines: dict[str, Any]) -> None:
-        with self.work.progress.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-    def save(self, step: int) -> None:
-        (self.work.checkpoints / str(step)).mkdir(parents=True)
-
-
-def trained_until(stop: int | None, directory: Path) -> tuple[bool, Store]:
-    """A watched training of five steps. A request to stop interrupts the first call at this place."""
-    work, store = Work(directory), Store()
-    work.begin(spec(checkpoint_steps=2).model_dump(mode="json", by_alias=True), [])
-    written = Written(work)
-    watch = Watch(work, cast("Any", store), Reporter(JOB, Redactor(), Clients()), 2, {"tokens": 5000})
-    start = {"step": 0, "total_steps": 5, "loss_before": 9.0, "judged_before": None}
-    written.add(start | {"rows_per_step": 8, "tokens_per_step": 800.0}, *map(step_line, (1, 2, 3)))
-    written.save(2)
-    stopped = True
-    with stopped_at(-1 if stop is None else stop, [watch_module], within="__call__"):
-        try:
-            watch()
-            stopped = False
-        except Stopped:
-            pass
-    written.add(*map(step_line, (4, 5)))
-    written.save(5)
-    watch.save_last()
-    return stopped, store
-
-
-def step_line(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
 def test_a_request_to_stop_at_any_instruction_of_the_watch_loses_no_line_and_no_checkpoint(tmp_path: Path) -> None:
-    _, whole = trained_until(None, tmp_path / "whole")
-    assert list(whole.notes) == [2, 5]
-    places = 0
-    while (ended := trained_until(places, tmp_path / str(places)))[0]:
-        assert ended[1].notes == whole.notes, f"after a request to stop before instruction {places}"
-        places += 1
-    assert places > 100
+    def train(stop: StopAt) -> dict[int, dict[str, Any]]:
+        """Five steps and two checkpoints; the notes of the checkpoints that reached the store."""
+        with TemporaryDirectory(dir=tmp_path) as directory:
+            work, store = Work(Path(directory)), Store()
+            work.begin(spec(checkpoint_steps=2).model_dump(mode="json", by_alias=True), [])
+            watch = Watch(work, cast("Any", store), Reporter(JOB, Redactor(), Clients()), 2, {"tokens": 5000})
+            append_lines(work.progress, start_line(0, 5) | {"loss_before": 9.0}, *map(step_line, (1, 2, 3)))
+            (work.checkpoints / "2").mkdir(parents=True)
+            stop.call(watch)
+            append_lines(work.progress, *map(step_line, (4, 5)))
+            (work.checkpoints / "5").mkdir()
+            watch.save_last()
+        return store.notes
+
+    *stopped, whole = stopped_everywhere(train, watch_module)
+    assert list(whole) == [2, 5]
+    assert len(stopped) > 100
+    assert [place for place, notes in enumerate(stopped) if notes != whole] == []
 
 
 @pytest.mark.parametrize(

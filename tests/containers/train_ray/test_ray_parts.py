@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from containers.common.errors import JobError
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
-from containers.common.stop import Stopped
 from containers.train_maxtext import watch as watch_module
 from containers.train_maxtext.work import Work
 from containers.train_ray import driver
@@ -23,7 +22,8 @@ from containers.train_ray.shared_checkpoints import SharedCheckpoints
 from containers.train_ray.tpu_slice import Slice
 from dropforge.cloud.clients import Clients
 
-from ..interrupted import stopped_at
+from ..interrupted import StopAt, stopped_everywhere
+from ..maxtext import append_lines, start_line, step_line
 
 RUNS = "runs-bucket"
 SLICE = {
@@ -120,51 +120,35 @@ class Bucket:
         return f"gs://b/{step}"
 
 
-def trained_until(stop: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, Bucket]:
-    """A watched training whose workers restarted after step 4. A request to stop interrupts the call at a place."""
-    work, job, bucket = Work(directory), Job("p", "run", 1, "b", "", None, 10), Bucket(2, 4, 5)
-    work.begin({}, [])
-    monkeypatch.setattr(SharedCheckpoints, "from_environment", lambda: bucket)
-    store = CheckpointStore(None, job, reporter := Reporter(job, Redactor(), Clients()))
-    watch = driver.Watch(work, store, reporter, 2, {"tokens": 5000})
-    start = {"total_steps": 6, "loss_before": None, "judged_before": None, "rows_per_step": 8, "tokens_per_step": 800.0}
-
-    def write(*lines: dict[str, Any]) -> None:
-        with work.progress.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-    def step(number: int, since: int = 0) -> dict[str, Any]:
-        done = number - since
-        return {"step": number, "loss": 9.0 - number, "tokens": 100 * done, "seconds": float(done)}
-
-    write({"step": 0} | start, *map(step, (1, 2, 3)))
-    watch()
-    write(step(4), step(5), {"step": 4} | start, step(5, since=4))
-    stopped = True
-    with stopped_at(-1 if stop is None else stop, [driver, watch_module], within="__call__"):
-        try:
-            watch()
-            stopped = False
-        except Stopped:
-            pass
-    write(step(6, since=4))
-    bucket.steps += (6,)
-    watch.save_last()
-    store.close()
-    return stopped, bucket
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
 def test_a_request_to_stop_at_any_instruction_of_the_watch_loses_no_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, whole = trained_until(None, tmp_path / "whole", monkeypatch)
-    assert {step: notes["tokens"] for step, notes in whole.notes.items()} == {2: 5200, 4: 5400, 6: 5600}
-    places = 0
-    while (ended := trained_until(places, tmp_path / str(places), monkeypatch))[0]:
-        assert ended[1].notes == whole.notes, f"after a request to stop before instruction {places}"
-        places += 1
-    assert places > 100
+    job = Job("p", "run", 1, "b", "", None, 10)
+
+    def train(stop: StopAt) -> dict[int, dict[str, Any]]:
+        """Six steps; the workers restart after step 4. The notes of the checkpoints."""
+        bucket = Bucket(2, 4, 5)
+        monkeypatch.setattr(SharedCheckpoints, "from_environment", lambda: bucket)
+        with TemporaryDirectory(dir=tmp_path) as directory:
+            work, reporter = Work(Path(directory)), Reporter(job, Redactor(), Clients())
+            work.begin({}, [])
+            store = CheckpointStore(None, job, reporter)
+            watch = driver.Watch(work, store, reporter, 2, {"tokens": 5000})
+            append_lines(work.progress, start_line(0, 6), *map(step_line, (1, 2, 3)))
+            watch()
+            append_lines(work.progress, step_line(4), step_line(5), start_line(4, 6), step_line(5, since=4))
+            stop.call(watch)
+            append_lines(work.progress, step_line(6, since=4))
+            bucket.steps += (6,)
+            watch.save_last()
+            store.close()
+        return bucket.notes
+
+    *stopped, whole = stopped_everywhere(train, driver, watch_module)
+    assert {step: notes["tokens"] for step, notes in whole.items()} == {2: 5200, 4: 5400, 6: 5600}
+    assert len(stopped) > 100
+    assert [place for place, notes in enumerate(stopped) if notes != whole] == []
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from .telling import tell
 COPYING = timedelta(hours=2)  # for a copy, which may go to another region
 COMPARING = timedelta(minutes=30)  # for the parity seal, beyond serve.startup_timeout
 LOOK_SECONDS = 2.0
-END_SECONDS = 60.0  # how long the instances of an endpoint usually take to end; those on a VM take some minutes
+END_SECONDS = 60.0  # how long the instances of an endpoint usually take to end; a VM takes some minutes
 BUDGET_HINT = "the model is kept; `dropforge serve RUN --as NAME` puts it behind the name then"
 DAMAGED_HINT = "serve the model of another run"
 CHANGES = ("deploy", "remove")  # the kinds with a new revision
@@ -439,7 +439,8 @@ def _retire(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
 
 
 def _next_look_at_end(context: Context, mine: Rollout) -> Pending:
-    assert mine.started is not None, "it has a state"
+    """Look again at instances that are ending since the rollout began."""
+    assert mine.started is not None, "a rollout that has begun has a start"
     return Pending(wait_seconds=next_look_since(mine.started, context.now(), END_SECONDS))
 
 
