@@ -89,3 +89,12 @@ def test_an_older_identity_keeps_its_access_tokens() -> None:
     """A state directory of an older stack has only a secret; running containers hold tokens that it signed."""
     token = Identity("secret").token("OAuth2", CLOUD_PLATFORM, "trainer")
     assert Identity(new_identity("secret")).claims(bearer(token)) == Claims("OAuth2", CLOUD_PLATFORM, "trainer")
+
+
+def test_a_token_that_was_valid_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = Identity(TEXT)
+    token = identity.token("OIDC", URL)
+    assert identity.is_for(bearer(token), URL)
+    expiry = jwt.decode(token, certs=identity.certificates())["exp"]
+    monkeypatch.setattr(time, "time", lambda: float(expiry + 1))
+    assert not identity.is_known(bearer(token))

@@ -56,6 +56,7 @@ class Identity:
         self._secret = secret.encode()
         self._now = now
         self._reused = lru_cache(256)(self._identity_token)
+        self._verified = lru_cache(256)(self._verify)
 
     def token(self, kind: str, audience: str, caller: str = "", email: str = "") -> str:
         """A token of `kind` OIDC (for one audience) or OAuth2 (for a scope), for the account of `caller`.
@@ -115,10 +116,15 @@ class Identity:
 
     def _claims_of_identity_token(self, token: str) -> Claims | None:
         try:
-            claims = jwt.decode(token, certs=self.certificates())
+            claims, expiry = self._verified(token)
         except (GoogleAuthError, ValueError):
             return None
-        return Claims("OIDC", claims["aud"], claims[_CALLER])
+        return claims if time.time() <= expiry else None
+
+    def _verify(self, token: str) -> tuple[Claims, float]:
+        """The claims of a valid identity token, and when it expires. Callers send a token again for minutes."""
+        claims = jwt.decode(token, certs=self.certificates())
+        return Claims("OIDC", claims["aud"], claims[_CALLER]), float(claims["exp"])
 
     @cached_property
     def _signer(self) -> Any:

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from google.longrunning import operations_pb2
+from google.protobuf import duration_pb2
 from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
-from dropforge_local.emulators.kit.operations import EMPTY, Operation, Operations, longrunning
+from dropforge_local.emulators.kit.operations import EMPTY, Operation, Operations, longrunning, pack, unpack
 
 PARENT = "projects/p1/locations/us-central1"
 THING = f"{PARENT}/things/t1"
@@ -111,3 +113,30 @@ def test_pages_and_request_ids() -> None:
         assert operations.of_request(PARENT, "") is None
 
     with_operations(work)
+
+
+SECONDS = duration_pb2.Duration(seconds=90)
+
+
+def test_an_operation_shows_the_messages_that_it_keeps() -> None:
+    async def work(operations: Operations) -> None:
+        operations.carry_out({"create": never})
+        begun = operations.begin("o1", "create", THING, metadata=pack(SECONDS))
+        shown = longrunning(begun)
+        assert (shown.name, shown.done, shown.WhichOneof("result")) == (begun.name, False, None)
+        assert unpack(begun.metadata, duration_pb2.Duration()) == SECONDS
+        operations.finish(begun, pack(SECONDS))
+        answered = operations_pb2.Operation.FromString(longrunning(operations.get(begun.name)).SerializeToString())
+        for part in (answered.metadata, answered.response):
+            told = duration_pb2.Duration()
+            assert part.Unpack(told)
+            assert told == SECONDS
+
+    with_operations(work)
+
+
+def test_an_operation_of_an_older_stack_is_read() -> None:
+    body = {"@type": "type.googleapis.com/google.protobuf.Duration", "value": "90s"}
+    old = Operation(f"{PARENT}/operations/o1", 1.0, "create", THING, body, 2.0, body)
+    assert unpack(longrunning(old).response and body, duration_pb2.Duration()) == SECONDS
+    assert longrunning(old).response == longrunning(old).metadata

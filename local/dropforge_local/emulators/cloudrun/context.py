@@ -52,7 +52,8 @@ class Context:
 
     def finish(self, operation: Operation, resource: Any) -> None:
         """Finish an operation; its response and its metadata are the resource."""
-        self.operations.finish(operation, packed(resource), packed(resource))
+        body = packed(resource)
+        self.operations.finish(operation, body, body)
 
     def fail(self, operation: Operation, status: str, message: str, resource: Any) -> None:
         self.operations.fail(operation, status, message, packed(resource))

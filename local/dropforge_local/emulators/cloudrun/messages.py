@@ -59,7 +59,7 @@ def accept(message_type: Any, message: Any, at: str, *, partial: bool = False) -
 
 
 def packed(resource: Any) -> Json:
-    """The JSON of a google.protobuf.Any that holds a proto-plus message."""
+    """A proto-plus message as an operation keeps it."""
     return pack(type(resource).pb(resource))
 
 

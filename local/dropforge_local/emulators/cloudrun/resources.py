@@ -13,7 +13,7 @@ from google.cloud import run_v2
 
 from dropforge_local.base.errors import ApiError
 
-from ..kit.operations import Operation
+from ..kit.operations import Operation, unpack
 from ..kit.times import timestamp
 from . import rules
 from .capacity import gpu_kind
@@ -102,8 +102,8 @@ class Resources(ABC):
 
     def _is_superseded(self, operation: Operation, resource: Any | None) -> bool:
         """Fail the operation if the resource is deleted or has a newer desired state than the operation."""
-        generation = int(operation.metadata["generation"])
-        if resource is not None and not resource.delete_time and resource.generation == generation:
+        desired = unpack(operation.metadata, self.message.pb()())
+        if resource is not None and not resource.delete_time and resource.generation == desired.generation:
             return False
         text = f"{self.kind.capitalize()} {short(operation.target)!r} was changed or deleted meanwhile."
         self._context.fail(operation, "ABORTED", text, resource or self.message(name=operation.target))
