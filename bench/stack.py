@@ -230,15 +230,19 @@ def _times(process: psutil.Process) -> tuple[float, float]:
 
 
 def processes(info: StackInfo) -> tuple[psutil.Process, list[psutil.Process]]:
-    """Return the stack's process, and the functions' master and worker."""
+    """Return the stack's process and the functions' processes: one, or two in trees before 2026-11-28."""
     stack = psutil.Process(info.pid)
     return stack, [child for child in stack.children(recursive=True) if "functions_host" in " ".join(child.cmdline())]
 
 
 def describe_memory(info: StackInfo) -> str:
-    """Describe the RSS of the stack and of the functions, without containers."""
+    """Describe the memory of the stack and of the functions, without containers: PSS, which counts shared pages once.
+
+    Where the system has no PSS (macOS), it is USS, without shared pages.
+    """
     stack, functions = processes(info)
-    mebibytes = [process.memory_info().rss / 2**20 for process in (stack, *functions)]
+    figures = [process.memory_full_info() for process in (stack, *functions)]
+    mebibytes = [getattr(figure, "pss", figure.uss) / 2**20 for figure in figures]
     return f"stack {mebibytes[0]:.0f} MiB, functions {sum(mebibytes[1:]):.0f} MiB"
 
 

@@ -96,6 +96,9 @@ def serve(
 ) -> None:
     """Serve at a bound socket until SIGTERM. `invokers` and `recorder` are those of `build`."""
     from gunicorn.app.base import BaseApplication
+    from gunicorn.glogging import Logger
+    from gunicorn.sock import create_sockets
+    from gunicorn.workers.gthread import ThreadWorker
 
     app = build(identity, url, invokers=invokers, recorder=recorder)
 
@@ -103,13 +106,10 @@ def serve(
         def load_config(self) -> None:
             options = {
                 "bind": f"fd://{descriptor}",
-                "worker_class": "gthread",
                 "threads": THREADS,
-                "timeout": 0,
                 "keepalive": 75,
                 "graceful_timeout": 2,
                 "loglevel": "error",
-                "control_socket_disable": True,
             }
             for name, value in options.items():
                 self.cfg.set(name, value)
@@ -117,7 +117,20 @@ def serve(
         def load(self) -> Wsgi:
             return app
 
-    Application().run()
+    # Without the master process of gunicorn, which takes 40 MiB: the stack starts the functions again by itself.
+    application = Application()
+    log = Logger(application.cfg)
+    worker = ThreadWorker(
+        age=0,
+        ppid=os.getppid(),
+        sockets=create_sockets(application.cfg, log),
+        app=application,
+        timeout=0,
+        cfg=application.cfg,
+        log=log,
+    )
+    worker.init_process()
+    os._exit(0)  # a call that takes longer than the graceful timeout would hold the process back
 
 
 def _import_what_takes_long() -> None:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import psutil
-
 from dropforge_local.base.ports import HOST
 
 from .child import inherited, listen
@@ -73,8 +71,4 @@ class FunctionsProcess:
         self._process.wait(STOP_SECONDS)
 
     def kill(self) -> None:
-        """Kill the worker too: it notices the end of its parent only after a while."""
-        if self._process.poll() is None:
-            master = psutil.Process(self._process.pid)
-            for process in [*master.children(recursive=True), master]:
-                process.kill()
+        self._process.kill()
