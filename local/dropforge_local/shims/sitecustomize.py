@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
@@ -89,6 +89,16 @@ def keep_jax_here(lib: Any) -> None:
     lib._jax.make_gloo_tcp_collectives = make_gloo_tcp_collectives
 
 
+def keep_programs(compiler: Any) -> None:
+    """Make every process keep the programs that it compiles. JAX lets only the first process of a training write them.
+
+    On CPUs the programs of each process have keys of their own. So the other processes would compile at every start.
+    """
+    first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+    write = compiler._cache_write
+    compiler._cache_write = FunctionType(write.__code__, {**vars(compiler), "distributed": first}, write.__name__)
+
+
 def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
     """The arguments of `ray start` for this machine: local ports, the head's address, the loopback interface."""
     head = "--head" in words
@@ -117,7 +127,12 @@ def call_cpus_gpus(state: Any) -> None:
 
 
 if text := os.environ.get("DROPFORGE_LOCAL_RAY"):
-    sys.meta_path.insert(0, Finder({"ray._private.services": make_small, "jax._src.lib": keep_jax_here}))
+    patches = {
+        "ray._private.services": make_small,
+        "jax._src.lib": keep_jax_here,
+        "jax._src.compiler": keep_programs,
+    }
+    sys.meta_path.insert(0, Finder(patches))
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     if script == "ray" and sys.argv[1:2] == ["start"]:
         sys.argv[2:] = local_start(sys.argv[2:], json.loads(text))
