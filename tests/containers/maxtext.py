@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from tests.patience import TRAIN_SECONDS
 
 from dropforge.run.artifacts import COMPLETE, checkpoints, upload_directory
 from dropforge_local import tiny
-from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.images import ImageStore, Process
 
 from .names import DATA, ROOT, RUN_KEY, RUNS, attempt_environment, changed
+from .quick import MAXTEXT, Zygote
 
 BASE = f"gs://{DATA}/tiny-qwen3"
 CANARY = "canary-7b2e-not-a-known-prefix"
@@ -34,6 +36,8 @@ POLL_SECONDS = 0.3  # a question to the emulated storage costs this process mill
 # Without any optimisation, each step takes twice as long.
 XLA_PROGRAMS = ROOT / "build" / "xla"
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+# The variables that MaxText's modules read when a stage imports them (containers/train_maxtext/stages.py).
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 SECRET = {"MY_KEY": CANARY}
 
@@ -145,15 +149,30 @@ def job_spec(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def maxtext_image(maxtext_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Process:
     """The container as the local stack starts it: the image's own files and command, and MaxText's environment."""
     directory = tmp_path_factory.mktemp("maxtext")
-    process = (
-        ImageStore(ROOT, directory / "images", Path(sys.executable))
-        .resolve("train-maxtext")
-        .unpack(directory / "rootfs")
-    )
-    driver = Driver(cloud, process.argv, dict(process.env), process.workdir)
+    store = ImageStore(ROOT, directory / "images", Path(sys.executable))
+    return store.resolve("train-maxtext").unpack(directory / "rootfs")
+
+
+@pytest.fixture(scope="session")
+def image_driver(maxtext_environment: Path, cloud: Any, maxtext_image: Process) -> Iterator[Driver]:
+    """Starts the container. The stages that import MaxText are forked (quick.py)."""
+    environment = dict(maxtext_image.env)
+    with tempfile.TemporaryDirectory(prefix="df-") as short:
+        own = {**cloud.environment(), **QUICK_XLA, **environment, **OFFLINE, "PYTHONPATH": ""}
+        zygote = Zygote(maxtext_environment / "bin" / "python", Path(short) / "zygote", own, MAXTEXT)
+        driver = Driver(cloud, maxtext_image.argv, zygote.given(environment), maxtext_image.workdir)
+        yield driver
+        driver.end()
+        zygote.end()
+
+
+@pytest.fixture
+def slow_driver(cloud: Any, maxtext_image: Process) -> Iterator[Driver]:
+    """Starts the container with the interpreters and the imports of a real one."""
+    driver = Driver(cloud, maxtext_image.argv, dict(maxtext_image.env), maxtext_image.workdir)
     yield driver
     driver.end()
 

@@ -268,12 +268,12 @@ def test_a_committed_run_is_told_again_and_not_trained_again(chain: Chain, image
 
 @pytest.mark.timeout(1800)
 def test_pretraining_on_synthetic_data_exports_the_model_that_it_trained(
-    image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
+    slow_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
 ) -> None:
     training = {"method": "pretrain", "max_steps": 12, "checkpoint_steps": 12, "max_length": 32}
     document = spec(training=training, evaluation=None)
     document |= {"dataset": {"type": "synthetic", "rows": 32}, "target": {**document["target"], "type": "ray"}}
-    attempt = image_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(tmp_path))
+    attempt = slow_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(tmp_path))
     assert attempt.wait() == 0, attempt.output
     assert not (tmp_path / attempt.run / "stages" / "import.json").exists()  # it starts from random weights
     manifest = read_manifest(cloud.client, RUNS, attempt.run, RUN_KEY)

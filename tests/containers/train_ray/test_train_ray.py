@@ -24,6 +24,7 @@ import pytest
 from tests.patience import TRAIN_SECONDS
 
 from containers.train_maxtext.work import Work
+from containers.train_ray.train import worker_environment
 from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge.spec import JobSpec
 from dropforge_local import shims
@@ -41,6 +42,7 @@ from ..maxtext import (
     wait_for_step,
 )
 from ..names import ROOT, RUN_KEY, RUNS
+from ..quick import RAY, Zygote
 
 pytestmark = pytest.mark.slow
 
@@ -53,14 +55,21 @@ LOSS_TOLERANCE = 1e-4
 class Cluster:
     """A Ray head and its hosts: processes of this machine, each in a session of its own."""
 
-    def __init__(self, directory: Path, image: Process) -> None:
+    def __init__(self, directory: Path, image: Process, maxtext: Path) -> None:
         self.directory = directory  # short: Ray's sockets are below it, and the path of a socket has at most 107 bytes
         self.image = image
         self.token = uuid.uuid4().hex
         self.head = f"127.0.0.1:{free_port()}"
+        self.zygote = self._zygote(maxtext)
         self.starts: list[Callable[[], subprocess.Popen[bytes]]] = []
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.agents: list[int] = []
+
+    def _zygote(self, maxtext: Path) -> Zygote:
+        """Ray's workers are forked (quick.py): 30 in this test, of which six train."""
+        environment = shims.ray_environment({**self.environment(), "PYTHONPATH": ""}, {}, self.head)
+        environment |= worker_environment(tpu=False)
+        return Zygote(maxtext / "bin" / "python", self.directory / "zygote", environment, RAY)
 
     def start(self) -> None:
         self.add("--head", {6379: int(self.head.split(":")[1]), 8265: free_port(), 10001: free_port()})
@@ -75,7 +84,7 @@ class Cluster:
         home = self.directory / f"n{len(self.nodes)}"
         home.mkdir()
         environment = {**self.environment(), **shims.ray_environment(self.environment(), ports, self.head)}
-        environment |= {"HOME": str(home), "TMPDIR": str(home)}
+        environment = self.zygote.given(environment) | {"HOME": str(home), "TMPDIR": str(home)}
         ray = str(self.image.search_path[-1] / "ray")
         cpus = 0 if role == "--head" else 2
         command = [ray, "start", role, "--block", f"--num-cpus={cpus}", *words]
@@ -113,9 +122,9 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         processes: list[psutil.Process] = []
-        for node in self.nodes:
+        for pid in (*(node.pid for node in self.nodes), self.zygote.pid):
             with suppress(psutil.NoSuchProcess):
-                processes += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
+                processes += [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
         return processes
 
     def listens_on(self) -> set[str]:
@@ -133,6 +142,7 @@ class Cluster:
                 process.kill()
         for node in self.nodes:
             node.wait()
+        self.zygote.end()
 
 
 def healthy(port: int) -> bool:
@@ -155,7 +165,7 @@ def cluster(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.Temp
     image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
     own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
     with tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True) as short:
-        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own))
+        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own), maxtext_environment)
         try:
             cluster.start()
             yield cluster
@@ -176,6 +186,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
         "DROPFORGE_TPU_CHIPS_PER_HOST": str(CHIPS),
         "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
     }
+    environment = cluster.zygote.given(environment)
     driver = Driver(cloud, (cluster.image.argv[0], "ray_driver.py"), environment, cluster.image.workdir)
     yield driver
     driver.end()

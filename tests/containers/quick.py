@@ -1,0 +1,51 @@
+"""Quick starts of MaxText and Ray: programs are forked from a process that has imported both (zygote/zygote.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from .names import ROOT
+from .zygote.sitecustomize import SOCKET
+
+DIRECTORY = Path(__file__).parent / "zygote"
+IMPORTS = ROOT / "containers" / "train_maxtext" / "imports.py"
+TRAIN = "maxtext.trainers.post_train.sft.train_sft"
+MAXTEXT = ("jax", TRAIN, "google.cloud.storage")
+# What Ray's modules import. Each worker imports Ray itself: it reads the worker's variables at its import.
+RAY = (
+    *("colorful", "grpc.aio", "jsonschema", "pandas", "pyarrow.dataset", "uvloop", "yaml"),
+    *("google.cloud.storage", "jax.experimental.multihost_utils", TRAIN),
+)
+
+
+class Zygote:
+    """A process that imports `modules`, and then forks the programs of processes that it has given their environment.
+
+    Modules read `environment` while they are imported. `path` is its socket's, and has at most 107 bytes.
+    """
+
+    def __init__(self, python: Path, path: Path, environment: Mapping[str, str], modules: tuple[str, ...]) -> None:
+        self.path = path
+        command = [str(python), "-P", str(DIRECTORY / "zygote.py"), str(path), str(IMPORTS), *modules]
+        # Arrow's allocator would start a thread.
+        own = {**environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        self._process = subprocess.Popen(
+            command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._is_ready = False
+        self.pid = self._process.pid
+
+    def given(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`environment` for a process whose programs are forked; waits until the zygote is ready."""
+        if not self._is_ready:
+            assert self._process.stdout is not None
+            assert b"ready\n" in self._process.stdout  # MaxText's modules print lines, too
+            self._is_ready = True
+        path = os.pathsep.join([str(DIRECTORY), *filter(None, [environment.get("PYTHONPATH")])])
+        return {**environment, "PYTHONPATH": path, SOCKET: str(self.path)}
+
+    def end(self) -> None:
+        self._process.communicate()
