@@ -60,6 +60,7 @@ class Parsers(NamedTuple):
 
 
 NO_PARSERS = Parsers()
+VLLM_CPU = Path(__file__).with_name("vllm_cpu.py")
 CLOSING = "containers.serve_vllm.closing.Closing"
 
 
@@ -234,9 +235,9 @@ def vllm_cpu_argv(
     parsers: Parsers = NO_PARSERS,
     loaded: Sequence[Loaded] = (),
 ) -> list[str]:
-    """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
+    """vLLM's CPU build (vllm_cpu.py), behind the gate."""
     return [
-        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *(python, "-P", str(VLLM_CPU)),
         *("--model", directory),
         *("--served-model-name", settings.served_name),
         *("--max-model-len", str(settings.max_model_len)),

@@ -70,7 +70,7 @@ BAD_CONFIG = 64
 NOT_FOUND = 66
 ENGINE_FAILED = 70
 KEY = "VLLM_API_KEY"
-STOP_SECONDS = 1.5  # from SIGTERM to SIGKILL; vLLM's three processes take 1.3 s to end
+STOP_SECONDS = 1.5  # from SIGTERM to SIGKILL; vLLM's processes take 1.3 s to end
 
 
 def main() -> int:

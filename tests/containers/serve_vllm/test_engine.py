@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 from tests.patience import until
 
+from containers.serve_vllm import vllm_cpu
 from containers.serve_vllm.adapters import Loaded, unfit
 from containers.serve_vllm.checks import refused_field
 from containers.serve_vllm.closing import Closing
@@ -241,7 +242,8 @@ def test_chips_are_devices(tmp_path: Path, device: str, expected: bool) -> None:
 
 def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
     argv = vllm_cpu_argv("/opt/vllm/bin/python", settings(), "/tmp/model", 9000)
-    assert argv[:3] == ["/opt/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
+    assert argv[:3] == ["/opt/vllm/bin/python", "-P", str(Path(vllm_cpu.__file__))]
+    assert vllm_cpu.SERVER == "vllm.entrypoints.openai.api_server"  # not `vllm serve`
     assert {"--enforce-eager", "float32", "127.0.0.1", "9000"} <= set(argv)
 
 
@@ -387,7 +389,7 @@ def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
         for line in (
             vllm_argv(each, "gs://runs/m", known["hermes"], LOADED)[2:],  # after `vllm serve`
             vllm_tpu_argv(each, "/m", known["hermes"])[2:],
-            vllm_cpu_argv("python", each, "/m", 9000, known["hermes"], LOADED)[3:],  # after `python -m MODULE`
+            vllm_cpu_argv("python", each, "/m", 9000, known["hermes"], LOADED)[3:],  # after `python -P vllm_cpu.py`
         )
     ]
     lines += [vllm_tpu_argv(chosen[0], "/m", each)[2:] for each in known.values()]

@@ -151,7 +151,8 @@ def vllm(vllm_run: WholeRun) -> Iterator[Endpoint]:
     assert record.parity is not None
     assert (record.parity.state, record.parity.rows) == ("sealed", ROWS)
     commands = [" ".join(process.cmdline()) for process in vllm_run.processes()]
-    assert any("vllm.entrypoints.openai.api_server" in command for command in commands), commands
+    assert any("serve_vllm/vllm_cpu.py --model" in command for command in commands), commands
+    assert not any("spawn_main" in command for command in commands), "each spawned process would import vLLM"
     storage, bucket = deployment.clients.storage(), deployment.settings.runs_bucket
     manifest = read_manifest(storage, bucket, vllm_run.run)
     assert manifest is not None
