@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from tests.patience import PATIENCE_SECONDS
 
-from dropforge.base.redact import FORMATS, cut, redact
+from dropforge.base.redact import FORMATS, MARKS, cut, redact
 
 WORD = "Canary7f3a"
 LONG = WORD * 5
@@ -104,6 +105,50 @@ def test_a_limit_never_leaves_half_a_credential(name: str, example: str) -> None
 
 def test_percent_encoded_private_keys_are_removed() -> None:
     assert left(quote(EXAMPLES["private key"][0])) == []
+
+
+def test_every_credential_of_a_format_has_a_mark() -> None:
+    """`redact` does not search a text without a mark."""
+    assert set(MARKS) == set(FORMATS)
+    for name, pattern in FORMATS.items():
+        ways = list(texts(list(re._parser.parse(pattern))))
+        assert ways
+        for text in ways:
+            assert any(mark in text.casefold() for mark in MARKS[name]), (name, text)
+        for _, example in filter(lambda case: case[0] == name, CASES):
+            assert any(mark in placed(name, example).casefold() for mark in MARKS[name])
+
+
+def test_a_key_in_unusual_letters_is_removed() -> None:
+    assert redact(f"AWS_\u017fecret_acce\u017f\u017f_\u212aey={WORD * 4}") == "[redacted]"
+
+
+def texts(items: list[Any]) -> Iterator[str]:
+    """The shortest text of each way to match a pattern, and of each alternative in it.
+
+    What stands before a match is missing, what must follow it is there. A place for many characters has one of them.
+    """
+    if not items:
+        yield ""
+        return
+    (kind, value), rest = (str(items[0][0]), items[0][1]), items[1:]
+    if kind == "BRANCH":
+        firsts = [text for part in value[1] for text in texts(list(part))]
+    elif kind in ("SUBPATTERN", "ATOMIC_GROUP"):
+        firsts = list(texts(list(value[-1] if kind == "SUBPATTERN" else value)))
+    elif kind in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+        firsts = [text * value[0] for text in texts(list(value[2]))] if value[0] else [""]
+    elif kind == "ASSERT":
+        firsts = list(texts(list(value[1]))) if value[0] > 0 else [""]
+    elif kind == "LITERAL":
+        firsts = [chr(value)]
+    elif kind == "IN":
+        firsts = [chr(member) for kind, member in value if str(kind) == "LITERAL"] or ["?"]
+    else:
+        assert kind in ("ASSERT_NOT", "NOT_LITERAL"), f"{kind} is new here"
+        firsts = ["" if kind == "ASSERT_NOT" else "?"]
+    for following in texts(rest):
+        yield from (first + following for first in dict.fromkeys(firsts))
 
 
 MOST_STEPS = 5_000  # at one place of a text

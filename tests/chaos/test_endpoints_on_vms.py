@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -106,18 +107,24 @@ RULES = (
     "the_record_has_the_most_that_its_machines_cost",
 )
 CHECKED, NAMED_FIRST, DRAINED, ANSWERS, BACK, ENDS, LEFT, COST = RULES
-# What is broken, and the seeds of which a rule must report at least one.
+
+
+def _moves_nothing(*_: Any) -> bool:
+    return True
+
+
+# What is broken, and the seeds of which a rule must report at least one: the first is the one with the shortest life.
 BREAKAGES: list[tuple[str, Any, str, Any, str, tuple[int, ...]]] = [
-    ("no completion is wanted", advance, "completion_problem", lambda *_: "", CHECKED, (2, 5, 8)),
+    ("no completion is wanted", advance, "completion_problem", lambda *_: "", CHECKED, (5, 2, 8)),
     ("what never answered is undone as usual", advance, "_is_alone", lambda *_: False, CHECKED, (15,)),
-    ("names of the ended stay", dns, "change_record", _keeps_names(dns.change_record), NAMED_FIRST, (2, 5, 8)),
-    ("the machine before ends at once", NamedTpuVms, "drain_seconds", lambda *_: 0, DRAINED, (2, 5, 8)),
-    ("a promotion moves nothing", NamedTpuVms, "shift", lambda *_: True, ANSWERS, (2, 5, 8)),
+    ("names of the ended stay", dns, "change_record", _keeps_names(dns.change_record), NAMED_FIRST, (5, 2, 8)),
+    ("the machine before ends at once", NamedTpuVms, "drain_seconds", lambda *_: 0, DRAINED, (5, 2, 8)),
+    ("a promotion moves nothing", NamedTpuVms, "shift", _moves_nothing, ANSWERS, (8, 2, 5)),
     ("no machine is replaced", swept, "_restore", lambda *_: "", BACK, (5, 56)),
     ("a lost machine is not seen", named, "_node", tpu.find_node, BACK, (5,)),
-    ("nothing is pruned", NamedTpuVms, "prune", lambda *_: None, ENDS, (2, 5, 8)),
-    ("a promotion moves nothing in the end", NamedTpuVms, "shift", lambda *_: True, LEFT, (2, 5, 8)),
-    ("no machine costs money", Revision, "paid", lambda self, _: self, COST, (2, 5, 8)),
+    ("nothing is pruned", NamedTpuVms, "prune", lambda *_: None, ENDS, (5, 2, 8)),
+    ("a promotion moves nothing in the end", NamedTpuVms, "shift", _moves_nothing, LEFT, (8, 2, 5)),
+    ("no machine costs money", Revision, "paid", lambda self, _: self, COST, (5, 2, 8)),
 ]
 
 
@@ -128,7 +135,13 @@ def test_the_rules_notice_a_broken_promise(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, rule: str, seeds: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    assert any(problem.startswith(rule) for seed in seeds for problem in check(run(seed, VMS)))
+    assert any(problem.startswith(rule) for seed in seeds for problem in problems_of(seed, broken))
+
+
+@cache
+def problems_of(seed: int, broken: Any) -> list[str]:
+    """The problems of a life while `broken` is in its place. Two rules look at the same life, which takes long."""
+    return check(run(seed, VMS))
 
 
 def test_every_rule_notices_something() -> None:

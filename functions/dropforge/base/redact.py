@@ -45,12 +45,39 @@ FORMATS = {
     "NVIDIA, Weights & Biases": r"nvapi-[A-Za-z0-9_-]{20,}+|wandb_v1_[A-Za-z0-9_]{20,}+",
 }
 TOKEN = re.compile("|".join(FORMATS.values()))
+# Each credential of a format has one of these texts in it, or just behind it, if upper and lower case are the same.
+# Nearly every text has none of them. To see that takes a tenth of the time of a search for TOKEN.
+MARKS = {
+    "private key": ("-----begin",),
+    "JSON web token": ("eyj",),
+    "password of a URL": ("@",),
+    "signature of a URL": ("signature=", "security-token=", "sig=", "access_token="),
+    "bearer token": ("bearer ",),
+    "Hugging Face": ("hf_", "api_org_"),
+    "GitHub": ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+    "GitLab": ("glpat-", "gldt-", "glrt-", "glsoat-", "glptt-", "glagent-", "gloas-", "glft-", "glimt-", "glcbt-"),
+    "Slack": ("xox", "xapp-", "xwfp-"),
+    "Slack webhook": ("hooks.slack",),
+    "Discord webhook": ("discord",),
+    "Teams webhook": (".webhook.office.com",),
+    "AWS": ("akia", "asia", "aws"),
+    "Google": ("aiza", "ya29.", "gocspx-", "1//0"),
+    "OpenAI, Anthropic": ("sk-",),
+    "Stripe": ("sk_live_", "sk_test_", "rk_live_", "rk_test_"),
+    "package registries": ("npm_", "pypi-age", "dckr_pat_"),
+    "NVIDIA, Weights & Biases": ("nvapi-", "wandb_v1_"),
+}
+_MARKS = tuple(mark for marks in MARKS.values() for mark in marks)
 _REPLACED = "[redacted]"
 
 
 def redact(text: str) -> str:
     """`text` with each credential-like part replaced by `[redacted]`."""
-    return TOKEN.sub(_REPLACED, text)
+    folded = text.casefold()  # and not lower(): re.IGNORECASE takes a long s for an s, too
+    for mark in _MARKS:  # a loop takes half of the time of any()
+        if mark in folded:
+            return TOKEN.sub(_REPLACED, text)
+    return text
 
 
 def cut(text: str, limit: int) -> str:

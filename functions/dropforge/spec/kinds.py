@@ -7,6 +7,7 @@ become unions of the registered classes when the first spec is read, so this pac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler, model_validator
@@ -50,6 +51,7 @@ class _Typed(Part):
         type: str
 
     @classmethod
+    @cache
     def type_name(cls) -> str:
         """The value of `type` that stands for this class."""
         (name,) = get_args(cls.model_fields["type"].annotation)

@@ -6,9 +6,8 @@ unless it is asked.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
@@ -61,6 +60,11 @@ class Service:
         if self.suspended:
             return set()
         return {each.name for each in self.revisions.values() if each.asked > now or self.shares.get(each.name)}
+
+    def copied(self) -> Service:
+        """The service as a client reads it; its later changes change no copy."""
+        revisions = {name: replace(each) for name, each in self.revisions.items()}
+        return replace(self, labels=dict(self.labels), revisions=revisions, shares=dict(self.shares))
 
 
 class NamedCloud:
@@ -285,7 +289,11 @@ class NamedCloud:
         return found
 
     def _read(self, service: str) -> Service | None:
-        return self._call("named.get", lambda: copy.deepcopy(self.services.get(service)))
+        def read() -> Service | None:
+            found = self.services.get(service)
+            return found.copied() if found else None
+
+        return self._call("named.get", read)
 
     def _write(self, service: str, version: int, change: Callable[[Service], None]) -> None:
         def write() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,10 @@ class Node:
     ended: bool = False
     machine: Machine | None = None
 
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        return dict(self.wanted.labels)
+
 
 @dataclass
 class Queued:
@@ -54,10 +59,14 @@ class Queued:
     state: str = "CREATING"
     error: tuple[int, str] = (0, "")
 
-    @property
+    @cached_property
     def node(self) -> str:
         spec = self.wanted.tpu.node_spec[0]
         return f"{spec.parent}/nodes/{spec.node_id}"
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        return dict(self.wanted.tpu.node_spec[0].node.labels)
 
 
 class Tpu:
@@ -125,7 +134,7 @@ class Tpu:
             raise ResourceExhausted(_QUOTA)
         self._requests.add(request.request_id)
         made = self.queued[name] = Queued(name, request.queued_resource, world.now)
-        world.fact("created", type=QUEUED, name=name, labels=_labels(made))
+        world.fact("created", type=QUEUED, name=name, labels=made.labels)
         world.after(world.random.uniform(0.5, 3), lambda: self._enter(made, "ACCEPTED"))
         world.after(world.random.uniform(3, 6), lambda: self._wait_for_capacity(made))
         self._perhaps_by_hand(self.queued, made, lambda: self._end_queued(made))
@@ -343,10 +352,6 @@ def _stockout(name: str) -> str:
     return f'There is no more capacity in the zone "{name.split("/")[3]}"; you can try in another zone'
 
 
-def _labels(queued: Queued) -> dict[str, str]:
-    return dict(queued.wanted.tpu.node_spec[0].node.labels)
-
-
 def _find(kind: dict[str, Any], name: str) -> Any:
     if name not in kind:
         raise NotFound(f"Resource '{name}' was not found")
@@ -356,7 +361,7 @@ def _find(kind: dict[str, Any], name: str) -> Any:
 def _shown_queued(queued: Queued) -> Any:
     code, message = queued.error
     failed = SimpleNamespace(error=SimpleNamespace(code=code, message=message))
-    node = SimpleNamespace(labels=_labels(queued))
+    node = SimpleNamespace(labels=dict(queued.labels))
     return SimpleNamespace(
         name=queued.name,
         state=SimpleNamespace(state=tpu_v2.QueuedResourceState.State[queued.state], failed_data=failed),
@@ -370,7 +375,7 @@ def _shown_node(node: Node) -> Any:
     return SimpleNamespace(
         name=node.name,
         state=tpu_v2.Node.State[node.state],
-        labels=dict(node.wanted.labels),
+        labels=dict(node.labels),
         queued_resource=node.queued,
         health_description="",
         network_endpoints=addresses,
