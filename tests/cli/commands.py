@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 from tests.patience import PATIENCE_SECONDS
 
+from .forked import Forked, Nursery
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
 # The real demo on a stack whose containers train and serve nothing, so that it takes seconds.
@@ -37,9 +39,9 @@ NOOP_COMMAND = [sys.executable, "-P", "-c", NOOP, str(ROOT / "tests" / "images")
 
 
 class Process:
-    """A running command. A test can wait for its output."""
+    """A running command. A test can wait for its output. A nursery forks it (forked.py) if there is one."""
 
-    def __init__(self, command: list[str], directory: Path) -> None:
+    def __init__(self, command: list[str], directory: Path, nursery: Nursery | None = None) -> None:
         # A stack keeps to the ports of this worker of pytest: the stack of another worker would look like a leftover.
         kept = ("DROPFORGE_STACK_PORTS",)
         clean = {
@@ -48,8 +50,13 @@ class Process:
             if name in kept or not (name.startswith("DROPFORGE_") or "EMULATOR" in name)
         }
         self.output = directory / f"output-{time.monotonic_ns()}"
+        self.popen: subprocess.Popen[bytes] | Forked
         with self.output.open("wb") as file:
-            self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
+            if nursery is None:
+                self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
+            else:
+                streams = (0, file.fileno(), file.fileno())
+                self.popen = nursery.start(command, streams, clean, directory)
 
     def wait_for(self, text: str, timeout: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + timeout

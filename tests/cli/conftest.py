@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from dropforge.run.events import JobEvent
 from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.series import Series, series_object
 from dropforge.run.store import RunStore
-from dropforge_cli.main import cli
+from dropforge_cli.main import COMMANDS, cli
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
@@ -29,7 +30,9 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
 from ..deployments import clients, forget
+from ..stack.zygote import CLIENTS
 from .commands import NOOP_COMMAND, Process, processes_of
+from .forked import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"
@@ -65,10 +68,31 @@ def foreground() -> Iterator[None]:
 @pytest.fixture
 def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
     """Start commands in an empty directory. A leftover process is killed, and fails the test."""
+    with _starting(tmp_path, None) as start:
+        yield start
+
+
+@pytest.fixture
+def fork(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Process]]:
+    """Do what `start` does, but fork the commands (forked.py): the import of a command takes longer than its work."""
+    with _starting(tmp_path, nursery) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Yield the process that forks commands."""
+    modules = dict.fromkeys(f"dropforge_cli.{command.module}" for command in COMMANDS.values())
+    with closing(Nursery([*modules, *CLIENTS])) as nursery:
+        yield nursery
+
+
+@contextmanager
+def _starting(directory: Path, nursery: Nursery | None) -> Iterator[Callable[..., Process]]:
     started = []
 
     def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
-        started.append(Process([*command, *arguments], tmp_path))
+        started.append(Process([*command, *arguments], directory, nursery))
         return started[-1]
 
     yield start
@@ -76,7 +100,7 @@ def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
         if process.popen.poll() is None:
             process.popen.kill()
             process.popen.wait()
-    left = processes_of(tmp_path)
+    left = processes_of(directory)
     for pid in left:
         psutil.Process(pid).kill()
     assert not left, [process.text() for process in started]

@@ -1,4 +1,7 @@
-"""`dropforge demo` and the commands that need a whole local stack, as separate processes."""
+"""`dropforge demo` and the commands that need a whole local stack, as separate processes.
+
+Two tests and the first Ctrl-C start their commands as users do. The commands of all other tests are forked (forked.py).
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,11 @@ def test_a_demo_shows_every_step_and_leaves_nothing(start: Callable[..., Process
     assert listening(tmp_path / "build" / "demo") == []
 
 
-def test_a_demo_puts_two_models_behind_one_url_and_goes_back(start: Callable[..., Process], tmp_path: Path) -> None:
-    unnamed = start("demo", "--again", write_spec(tmp_path, noop_spec(serve=None)))
+def test_a_demo_puts_two_models_behind_one_url_and_goes_back(fork: Callable[..., Process], tmp_path: Path) -> None:
+    unnamed = fork("demo", "--again", write_spec(tmp_path, noop_spec(serve=None)))
     assert unnamed.code() == 1
     assert "the spec has no `serve`" in unnamed.text()
-    demo = start("demo", "--again", write_spec(tmp_path, noop_spec()))
+    demo = fork("demo", "--again", write_spec(tmp_path, noop_spec()))
     assert demo.code() == 0, demo.text()
     output = demo.text()
     expected = [
@@ -90,29 +93,32 @@ def test_a_demo_puts_two_models_behind_one_url_and_goes_back(start: Callable[...
     assert listening(tmp_path / "build" / "demo") == []
 
 
-def test_a_demo_shows_why_its_run_failed(start: Callable[..., Process], tmp_path: Path) -> None:
-    demo = start("demo", write_spec(tmp_path, noop_spec("fail-data")))
+def test_a_demo_shows_why_its_run_failed(fork: Callable[..., Process], tmp_path: Path) -> None:
+    demo = fork("demo", write_spec(tmp_path, noop_spec("fail-data")))
     assert demo.code() == 1
     assert "the run is FAILED\ndata: behaves as data" in demo.text()
     assert "0 resources, 0 processes, 0 ports" in demo.text()
 
 
-def test_a_crash_shows_the_end_of_the_container_s_log(start: Callable[..., Process], tmp_path: Path) -> None:
-    demo = start("demo", write_spec(tmp_path, noop_spec("no-such-behaviour")))
+def test_a_crash_shows_the_end_of_the_container_s_log(fork: Callable[..., Process], tmp_path: Path) -> None:
+    demo = fork("demo", write_spec(tmp_path, noop_spec("no-such-behaviour")))
     assert demo.code() == 1
     assert "the end of the log of  projects/local-project/locations/us-central1/jobs/df-spec-" in demo.text()
     assert "KeyError: 'no-such-behaviour'" in demo.text()
 
 
-def test_a_rejected_spec_shows_its_problems(start: Callable[..., Process], tmp_path: Path) -> None:
-    demo = start("demo", write_spec(tmp_path, noop_spec(model={"source": "gs://no-such-bucket/model"})))
+def test_a_rejected_spec_shows_its_problems(fork: Callable[..., Process], tmp_path: Path) -> None:
+    demo = fork("demo", write_spec(tmp_path, noop_spec(model={"source": "gs://no-such-bucket/model"})))
     assert demo.code() == 1
     assert "the run is REJECTED\n/model/source: the bucket does not exist" in demo.text()
 
 
 @pytest.mark.parametrize("moment", ["", "started the local stack", "the container has started", "what is left"])
-def test_ctrl_c_at_any_moment_leaves_nothing(start: Callable[..., Process], tmp_path: Path, moment: str) -> None:
-    demo = start("demo", write_spec(tmp_path, noop_spec("succeed" if moment == "what is left" else "hang")))
+def test_ctrl_c_at_any_moment_leaves_nothing(
+    start: Callable[..., Process], fork: Callable[..., Process], tmp_path: Path, moment: str
+) -> None:
+    spec = noop_spec("succeed" if moment == "what is left" else "hang")
+    demo = (fork if moment else start)("demo", write_spec(tmp_path, spec))
     state = tmp_path / "build" / "demo"
     if moment:
         demo.wait_for(moment)
@@ -130,17 +136,17 @@ def test_ctrl_c_at_any_moment_leaves_nothing(start: Callable[..., Process], tmp_
 
 
 def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
-    start: Callable[..., Process], tmp_path: Path
+    fork: Callable[..., Process], tmp_path: Path
 ) -> None:
     spec = write_spec(tmp_path, noop_spec("hang"))
-    first = start("demo", spec)
+    first = fork("demo", spec)
     first.wait_for("the container has started")
-    second = start("demo", spec)
+    second = fork("demo", spec)
     assert second.code() == 1
     assert "error: another demo runs in" in second.text()
     first.popen.kill()
     first.code()
-    third = start("demo", write_spec(tmp_path, noop_spec(serve=None)))
+    third = fork("demo", write_spec(tmp_path, noop_spec(serve=None)))
     assert third.code() == 0, third.text()
     assert re.search(r"ended stack \(pid \d+\), left by an earlier demo", third.text())
 
@@ -149,13 +155,13 @@ def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
     ("purpose", "engine"), [("training on cloud_run", "transformers"), ("serving by vllm", "vllm")]
 )
 def test_the_demo_ends_before_it_starts_a_stack_if_an_environment_cannot_be_created(
-    start: Callable[..., Process], tmp_path: Path, purpose: str, engine: str
+    fork: Callable[..., Process], tmp_path: Path, purpose: str, engine: str
 ) -> None:
     code = NOOP.replace(
         "cli(prog", "from dropforge_cli import demo; demo.ENVIRONMENTS = {PURPOSE: 'none.py'}; cli(prog"
     ).replace("PURPOSE", repr(purpose))
     options = ("--serve", engine, write_spec(tmp_path, noop_spec()))
-    demo = start("demo", *options, command=[sys.executable, "-P", "-c", code, NOOP_COMMAND[-1]])
+    demo = fork("demo", *options, command=[sys.executable, "-P", "-c", code, NOOP_COMMAND[-1]])
     assert demo.code() == 1
     assert "error: the environment could not be created: tools/none.py exited with 2" in demo.text()
     assert "started the local stack" not in demo.text()
@@ -189,13 +195,13 @@ def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_pa
     assert start("down", command=COMMAND).code() == 0
 
 
-def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_every_command_on_a_local_stack(fork: Callable[..., Process], tmp_path: Path) -> None:
     def output(*arguments: str, code: int = 0) -> str:
-        process = start(*arguments, command=COMMAND)
+        process = fork(*arguments, command=COMMAND)
         assert process.code() == code, process.text()
         return process.text()
 
-    assert start("up").code() == 0
+    assert fork("up").code() == 0
     spec = noop_spec(serve=None, dataset={"source": "owner/rows"}, secrets={})
     watched = output("submit", write_spec(tmp_path, spec), "--watch")
     run = watched.splitlines()[0]
@@ -205,10 +211,10 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert re.search(rf"^gone      projects/.*/jobs/df-{run}-a1$", output("status"), re.M)
 
     hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).splitlines()[0]
-    follower = start("logs", hanging, "--follow", command=COMMAND)
-    watcher = start("status", hanging, "--watch", command=COMMAND)
+    follower = fork("logs", hanging, "--follow", command=COMMAND)
+    watcher = fork("status", hanging, "--watch", command=COMMAND)
     watcher.wait_for("the container has started")
-    patient = start("status", hanging, "--watch", command=COMMAND)
+    patient = fork("status", hanging, "--watch", command=COMMAND)
     patient.wait_for("the container has started")
     patient.popen.send_signal(signal.SIGINT)
     assert patient.code() == 130
@@ -223,13 +229,13 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     output("down", "--delete")
 
 
-def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_a_newcomer_submits_an_example_and_calls_the_model(fork: Callable[..., Process], tmp_path: Path) -> None:
     def output(*arguments: str, code: int = 0) -> str:
-        process = start(*arguments, command=COMMAND)
+        process = fork(*arguments, command=COMMAND)
         assert process.code() == code, process.text()
         return process.text()
 
-    assert start("up").code() == 0
+    assert fork("up").code() == 0
     columns = {"prompt": "Question: {question}", "completion": "{answer}"}
     spec = write_spec(tmp_path, noop_spec(dataset={"source": "gs://local-data/text-to-sql.jsonl", "columns": columns}))
     watched = output("submit", spec, "--watch")
@@ -255,7 +261,7 @@ def test_a_newcomer_submits_an_example_and_calls_the_model(start: Callable[..., 
     output("down", "--delete")
 
 
-def test_the_page_about_your_own_data_works_as_written(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_the_page_about_your_own_data_works_as_written(fork: Callable[..., Process], tmp_path: Path) -> None:
     """Every command of docs/your-data.md, in its order. Only `up` differs: its containers train nothing."""
     page = (ROOT / "docs" / "your-data.md").read_text()
     head = re.search(r"```csv\n(.*?)```", page, re.S)
@@ -272,8 +278,8 @@ def test_the_page_about_your_own_data_works_as_written(start: Callable[..., Proc
         if words[0] == "submit":  # a stand-in for the tiny model, whose training takes minutes
             (tmp_path / "model").mkdir()
             (tmp_path / "model" / "README.md").write_text("no model")
-            assert start("put", "model", "gs://local-data/tiny-gemma3", command=COMMAND).code() == 0
-        process = start(*words, command=NOOP_COMMAND if words[0] == "up" else COMMAND)
+            assert fork("put", "model", "gs://local-data/tiny-gemma3", command=COMMAND).code() == 0
+        process = fork(*words, command=NOOP_COMMAND if words[0] == "up" else COMMAND)
         assert process.code() == 0, process.text()
         if words[0] == "init":
             shown = re.search(r"```json\n(.*?)```", page, re.S)

@@ -25,6 +25,7 @@ from dropforge_cli.main import cli
 from ..deployments import clients
 from .commands import COMMAND
 from .conftest import EXAMPLE, Deployed, Run, attempt, entry, served
+from .forked import Forked, Nursery
 
 COLUMNS = 80
 RUN = "a-job-of-many-letter-0123456789ab"
@@ -69,19 +70,23 @@ def on_terminal(
     command: Sequence[str] = COMMAND,
     stdout: int | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
+    nursery: Nursery | None = None,
 ) -> str:
-    """Run a command on a terminal of 80 columns; return what it printed there. `stdout` may be another file."""
+    """Run a command on a terminal of 80 columns; return what it printed there.
+
+    `stdout` may be another file. A nursery forks the command (forked.py).
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     unset = {"NO_COLOR", "COLUMNS", "FORCE_COLOR"}
     clean = {name: value for name, value in os.environ.items() if name not in unset}
-    process = subprocess.Popen(
-        [*command, *arguments],
-        stdin=slave,
-        stdout=slave if stdout is None else stdout,
-        stderr=slave,
-        env={**clean, "TERM": "xterm-256color", **environment},
-    )
+    words, clean = [*command, *arguments], {**clean, "TERM": "xterm-256color", **environment}
+    result = slave if stdout is None else stdout
+    process: subprocess.Popen[bytes] | Forked
+    if nursery is None:
+        process = subprocess.Popen(words, stdin=slave, stdout=result, stderr=slave, env=clean)
+    else:
+        process = nursery.start(words, (slave, result, slave), clean, Path.cwd())
     os.close(slave)
     printed = b""
     with os.fdopen(master, "rb", buffering=0) as terminal:
@@ -107,8 +112,8 @@ def failed(deployed: Deployed) -> Deployed:
     return deployed
 
 
-def test_runs_on_a_terminal_of_80_columns(failed: Deployed) -> None:
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal("runs", "--sort", "cost"))
+def test_runs_on_a_terminal_of_80_columns(failed: Deployed, nursery: Nursery) -> None:
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal("runs", "--sort", "cost", nursery=nursery))
     lines = [line.rpartition("\r")[2] for line in text.splitlines()]
     rows = [line for line in lines if re.match(r"[a-z0-9-]+-[0-9a-f]{12} ", line)]
     assert len(rows) == 20
@@ -124,7 +129,9 @@ OUTPUTS = (
 
 
 @pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
-def test_80_columns_split_no_name_and_only_names_are_longer(failed: Deployed, arguments: list[str]) -> None:
+def test_80_columns_split_no_name_and_only_names_are_longer(
+    failed: Deployed, nursery: Nursery, arguments: list[str]
+) -> None:
     """A name that is longer than a line is the last word of its line: the terminal wraps it, and it can be copied.
 
     The spec is copied into the working directory: the path of this checkout can be longer than a line.
@@ -132,7 +139,7 @@ def test_80_columns_split_no_name_and_only_names_are_longer(failed: Deployed, ar
     Path("spec.json").write_bytes(EXAMPLE.read_bytes())
     resource = f"projects/p/locations/us-central1/services/df-{RUN}-serve-and-more"
     failed.ledger(RUN, entry("run.googleapis.com/Service", resource))
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(*arguments))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(*arguments, nursery=nursery))
     lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
     assert all(len(" ".join(line.split(" ")[:-1])) <= COLUMNS for line in lines)
     assert [line for line in lines if len(line) > COLUMNS and "/" not in line.split(" ")[-1]] == []
@@ -163,9 +170,9 @@ def test_a_terminal_shows_that_a_command_works(failed: Deployed, tmp_path: Path)
     ids=lambda value: value[0],
 )
 def test_a_terminal_shows_what_a_command_asks_the_cloud(
-    failed: Deployed, arguments: list[str], work: list[str]
+    failed: Deployed, nursery: Nursery, arguments: list[str], work: list[str]
 ) -> None:
-    text = on_terminal(*arguments)
+    text = on_terminal(*arguments, nursery=nursery)
     assert [part for part in work if part not in text] == []
 
 
@@ -191,8 +198,10 @@ def test_what_is_awaited_comes_whole() -> None:
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_colours_stay_away_if_the_user_says_so(failed: Deployed, environment: dict[str, str], coloured: bool) -> None:
-    text = on_terminal("status", RUN, environment=environment)
+def test_colours_stay_away_if_the_user_says_so(
+    failed: Deployed, nursery: Nursery, environment: dict[str, str], coloured: bool
+) -> None:
+    text = on_terminal("status", RUN, environment=environment, nursery=nursery)
     assert "line 3 is not JSON" in text
     assert bool(COLOUR.search(text)) is coloured
 
