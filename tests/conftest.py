@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from .gcloud import Gcloud, RunGcloud
 from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,6 +158,13 @@ def vllm_environment(pytestconfig: pytest.Config) -> Path:
 def docs_environment(pytestconfig: pytest.Config) -> Path:
     """Return build/docs, which has MkDocs in the version of its lock file."""
     return made(pytestconfig, "docs_environment")
+
+
+@pytest.fixture(scope="session")
+def run_gcloud() -> Iterator[RunGcloud]:
+    """Yield a function that runs the installed gcloud."""
+    with closing(Gcloud()) as gcloud:
+        yield gcloud.run
 
 
 def made(config: pytest.Config, fixture: str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from tests.patience import PATIENCE_SECONDS
 
-from .forked import Forked, Nursery
+from ..forked import Forked, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [str(Path(sys.executable).with_name("dropforge"))]

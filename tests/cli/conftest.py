@@ -22,7 +22,7 @@ from dropforge.run.events import JobEvent
 from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.series import Series, series_object
 from dropforge.run.store import RunStore
-from dropforge_cli.main import COMMANDS, cli
+from dropforge_cli.main import cli
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
@@ -30,9 +30,8 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
 from ..deployments import clients, forget
-from ..stack.zygote import CLIENTS
+from ..forked import Nursery
 from .commands import NOOP_COMMAND, Process, processes_of
-from .forked import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"
@@ -82,8 +81,7 @@ def fork(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Process]]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Yield the process that forks commands."""
-    modules = dict.fromkeys(f"dropforge_cli.{command.module}" for command in COMMANDS.values())
-    with closing(Nursery([*modules, *CLIENTS])) as nursery:
+    with closing(Nursery("dropforge_cli.main:cli")) as nursery:
         yield nursery
 
 

@@ -23,9 +23,9 @@ from dropforge_cli.display import awaited
 from dropforge_cli.main import cli
 
 from ..deployments import clients
+from ..forked import Forked, Nursery
 from .commands import COMMAND
 from .conftest import EXAMPLE, Deployed, Run, attempt, entry, served
-from .forked import Forked, Nursery
 
 COLUMNS = 80
 RUN = "a-job-of-many-letter-0123456789ab"

@@ -16,6 +16,7 @@ import yaml
 from dropforge.base import names
 from dropforge_cli.main import cli
 
+from ..gcloud import RunGcloud
 from .configuration import ROOT, blocks, render, resources
 from .gcloud import refused
 
@@ -36,10 +37,10 @@ def commands_starting_with(start: str) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_accepts_the_commands_of_ci(tmp_path: Path) -> None:
+def test_gcloud_accepts_the_commands_of_ci(tmp_path: Path, run_gcloud: RunGcloud) -> None:
     copying = sorted(set(commands_starting_with("gcloud ")))
     assert len(copying) == 1, "GitHub and Cloud Build use the same command"
-    assert refused(copying, tmp_path) == {}
+    assert refused(run_gcloud, copying, tmp_path) == {}
 
 
 def test_dropforge_accepts_the_commands_of_ci() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ..gcloud import RunGcloud
 from .configuration import ROOT, blocks, images, resources
 from .gcloud import refused
 
@@ -255,13 +256,13 @@ def substituted(text: str, values: dict[str, str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_accepts_every_command(machine: Machine, tmp_path: Path) -> None:
+def test_gcloud_accepts_every_command(machine: Machine, tmp_path: Path, run_gcloud: RunGcloud) -> None:
     calls = machine.make("registry", answer="yes\n", NO_BUCKET="1").calls
     calls += machine.make("images").calls + machine.make("deploy", answer="yes\n").calls
     commands = sorted({call for call in calls if call.startswith("gcloud ")})
     assert len(commands) >= 5
     (tmp_path / "gcloud").mkdir()
-    assert refused(commands, tmp_path / "gcloud") == {}
+    assert refused(run_gcloud, commands, tmp_path / "gcloud") == {}
 
 
 @pytest.mark.parametrize("script", ["tools/deploy.sh", "containers/build.sh"])

@@ -15,6 +15,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.spec import Limits
 from dropforge.stages.retries import retries
 
+from ..gcloud import RunGcloud
 from .configuration import ROOT, blocks, local
 from .gcloud import refused
 
@@ -70,7 +71,7 @@ def test_pages_state_that_google_cloud_was_not_tried(page: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_accepts_every_command_of_the_documents(tmp_path: Path) -> None:
+def test_gcloud_accepts_every_command_of_the_documents(tmp_path: Path, run_gcloud: RunGcloud) -> None:
     commands = [line for page in PAGES for line in re.findall(r"^ *\$ (gcloud .*)$", page.read_text(), re.M)]
     assert len(commands) >= 10
-    assert refused(commands, tmp_path) == {}
+    assert refused(run_gcloud, commands, tmp_path) == {}

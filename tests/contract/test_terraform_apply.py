@@ -27,6 +27,7 @@ from dropforge_local.iam.terraform import read_configuration
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
+from ..gcloud import RunGcloud
 from ..schemas import google_provider, kubernetes
 from ..schemas.google_provider import Argument, Schema
 from .configuration import ROOT, images, permissions
@@ -392,9 +393,11 @@ def test_the_agents_of_services_are_created_before_they_are_needed(
 
 
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_accepts_the_commands_of_terraform(applied: Applied, directory: Path, tmp_path: Path) -> None:
+def test_gcloud_accepts_the_commands_of_terraform(
+    applied: Applied, directory: Path, tmp_path: Path, run_gcloud: RunGcloud
+) -> None:
     commands = sorted(set((directory / "gcloud.log").read_text().splitlines()))
-    assert refused(commands, tmp_path) == {}
+    assert refused(run_gcloud, commands, tmp_path) == {}
 
 
 def test_the_budget_tells_the_addresses_of_alerts(applied: Applied) -> None:

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from google.pubsub_v1 import PublisherClient, PubsubMessage, SubscriberClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ...gcloud import RunGcloud
 from .conftest import PROJECT, PubSub
 
 
@@ -128,7 +128,7 @@ def test_malformed_requests_are_refused_not_failed(
 
 
 @pytest.mark.slow
-def test_gcloud_pubsub(pubsub: PubSub, tmp_path: Path) -> None:
+def test_gcloud_pubsub(pubsub: PubSub, tmp_path: Path, run_gcloud: RunGcloud) -> None:
     if shutil.which("gcloud") is None:
         pytest.skip("gcloud is not installed")
     assert pubsub.server is not None
@@ -141,8 +141,7 @@ def test_gcloud_pubsub(pubsub: PubSub, tmp_path: Path) -> None:
     }
 
     def gcloud(*arguments: str) -> Any:
-        command = ["gcloud", "pubsub", *arguments, "--format=json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = run_gcloud(["pubsub", *arguments, "--format=json"], environment)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout or "null")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from ...gcloud import RunGcloud
 from .conftest import Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")]
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcloud") is Non
 class Gcloud:
     """Runs gcloud against the emulator, without an account."""
 
-    def __init__(self, url: str, config: Path) -> None:
+    def __init__(self, run: RunGcloud, url: str, config: Path) -> None:
+        self._run = run
         self._environment = {
             **os.environ,
             "CLOUDSDK_CONFIG": str(config),
@@ -30,15 +31,14 @@ class Gcloud:
         }
 
     def __call__(self, *arguments: str) -> str:
-        command = ["gcloud", "storage", *arguments]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
+        done = self._run(["storage", *arguments], self._environment)
+        assert done.returncode == 0, f"{arguments}: {done.stderr[-3000:]}"
         return done.stdout
 
 
 @pytest.fixture
-def gcloud(running: Running, tmp_path: Path) -> Gcloud:
-    return Gcloud(running.api.url, tmp_path / "gcloud")
+def gcloud(running: Running, tmp_path: Path, run_gcloud: RunGcloud) -> Gcloud:
+    return Gcloud(run_gcloud, running.api.url, tmp_path / "gcloud")
 
 
 @pytest.mark.timeout(1200)

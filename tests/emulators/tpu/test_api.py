@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,6 +19,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.tpu import TpuEmulator
 
+from ...gcloud import RunGcloud
 from .conftest import NODE, PARENT, Cloud, QueuedState, State, build, wait_for
 
 
@@ -271,7 +271,7 @@ def test_the_next_stack_continues(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
+def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path, run_gcloud: RunGcloud) -> None:
     environment = {
         **os.environ,
         "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
@@ -282,9 +282,8 @@ def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
     }
 
     def gcloud(*arguments: str, zone: tuple[str, ...] = ("--zone=us-west1-c",)) -> Any:
-        command = ["gcloud", "compute", "tpus", *arguments, *zone, "--format=json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
+        done = run_gcloud(["compute", "tpus", *arguments, *zone, "--format=json"], environment)
+        assert done.returncode == 0, f"{arguments}: {done.stderr[-3000:]}"
         return json.loads(done.stdout or "null")
 
     assert "us-east5-b" in {location["locationId"] for location in gcloud("locations", "list", zone=())}

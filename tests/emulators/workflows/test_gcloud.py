@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ...gcloud import RunGcloud
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_deploy_run_describe_list_cancel(served: Any, tmp_path: Path) -> None:
+def test_deploy_run_describe_list_cancel(served: Any, tmp_path: Path, run_gcloud: RunGcloud) -> None:
     environment = {
         **os.environ,
         "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
@@ -30,8 +31,7 @@ def test_deploy_run_describe_list_cancel(served: Any, tmp_path: Path) -> None:
     }
 
     def gcloud(*arguments: str) -> Any:
-        command = ["gcloud", "workflows", *arguments, "--format=json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        done = run_gcloud(["workflows", *arguments, "--format=json"], environment)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

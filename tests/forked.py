@@ -1,11 +1,13 @@
 """Start commands without their imports: fork them from a process that has imported the modules.
 
-The imports of a command take a half to one second of processor time, and its work often less. A forked command is a
-process of its own, with its own arguments, environment, directory, streams, signals and exit code. The stack that it
-starts is not forked.
+The imports of `dropforge` and of `gcloud` take a half to one second of processor time, and their work often less. A
+forked command is a process of its own, with its own arguments, environment, directory, streams, signals and exit code.
+What it starts is not forked. A nursery imports what earlier commands have imported.
 
     tests ── nursery ── a process that waits for the end of a command, and tells the exit code
                           └─ the command
+
+The Python of gcloud runs this file, too: it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -22,26 +24,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 MESSAGE_BYTES = 1 << 17
 CODE = ["-P", "-c"]  # the options of Python in a command that is code and not `dropforge`
 
 
 class Nursery:
-    """Forks commands. `modules` are the names of what it imports first."""
+    """Forks commands that call `entry`, such as "package.module:function", from a process of `python`.
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    `paths` come first on its import path.
+    """
+
+    def __init__(self, entry: str, python: Sequence[str] = (sys.executable, "-P"), paths: Sequence[str] = ()) -> None:
         self._socket, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_end:
-            command = [sys.executable, "-P", __file__, str(its_end.fileno()), *modules]
+            command = [*python, __file__, str(its_end.fileno()), entry, *paths]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its_end.fileno()])
 
     def start(
         self, command: Sequence[str], streams: Sequence[int], environment: Mapping[str, str], directory: Path
     ) -> Forked:
-        """Start a command: `dropforge ARGUMENTS` or `python -P -c CODE ARGUMENTS`. `streams` are 0, 1 and 2."""
+        """Start a command: a program that calls the entry, or `python -P -c CODE`. `streams` are 0, 1 and 2."""
         request = {"command": list(command), "environment": dict(environment), "directory": str(directory)}
         reading, writing = os.pipe()
         socket.send_fds(self._socket, [json.dumps(request).encode()], [*streams, writing])
@@ -87,32 +93,46 @@ class Forked:
         return self.returncode
 
 
-def main(descriptor: int, modules: Sequence[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-    assert threading.active_count() == 1, threading.enumerate()
-    gc.collect()
-    gc.freeze()  # the memory of the imported modules stays shared
+def main(descriptor: int, entry: str, paths: Sequence[str]) -> None:
+    sys.path[:0] = paths
+    importlib.import_module(entry.partition(":")[0])
     requests = socket.socket(fileno=descriptor)
+    learned, teaches = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    learned.setblocking(False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that have waited
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 4)
         if not message:
             return
+        _learn(learned)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _wait(requests, json.loads(message), descriptors)
+            _wait(requests, teaches, {**json.loads(message), "entry": entry}, descriptors)
         for each in descriptors:
             os.close(each)
 
 
-def _wait(requests: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+def _learn(learned: socket.socket) -> None:
+    """Import what the commands so far have imported."""
+    with suppress(BlockingIOError):
+        while True:
+            for name in learned.recv(MESSAGE_BYTES).decode().split():
+                with suppress(ImportError):  # a command may add a directory to its import path
+                    importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # the memory of the imported modules stays shared
+
+
+def _wait(
+    requests: socket.socket, teaches: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]
+) -> NoReturn:
     """Fork the command, tell its pid, and its exit code when it has ended."""
     *streams, end = descriptors
     if not (pid := os.fork()):
         requests.close()
         os.close(end)
-        _become(request, streams)
+        _become(request, teaches, streams)
     for each in streams:
         os.close(each)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -123,7 +143,7 @@ def _wait(requests: socket.socket, request: Mapping[str, Any], descriptors: Sequ
     os._exit(0)
 
 
-def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
+def _become(request: Mapping[str, Any], teaches: socket.socket, streams: Sequence[int]) -> NoReturn:
     """Run the command and end, as an interpreter does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     for number, stream in enumerate(streams):
@@ -133,14 +153,15 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     program, *words = request["command"]
-    code: object = 0
+    known, code = set(sys.modules), cast(object, 0)
     try:
         if words[:2] == CODE:
             sys.argv = ["-c", *words[3:]]
             exec(words[2], {"__name__": "__main__"})
         else:
             sys.argv = [program, *words]
-            importlib.import_module("dropforge_cli.main").cli()
+            module, _, function = request["entry"].partition(":")
+            code = getattr(importlib.import_module(module), function)() or 0
     except SystemExit as end:
         code = 0 if end.code is None else end.code
     except BaseException:  # noqa: BLE001  (an interpreter prints every exception, too)
@@ -149,6 +170,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
+    news = " ".join(name for name in sys.modules if name not in known and not name.startswith("__"))
+    teaches.send(news.encode()[: MESSAGE_BYTES // 2])
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -157,4 +180,4 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
