@@ -16,7 +16,7 @@ from dropforge.stages.admission import endpoint_budget_problems
 
 from .test_record import HOUR, T0, WRONG, asked, deploying, endpoint, promoted
 
-DAY = timedelta(days=1)
+DAY, MINUTE = timedelta(days=1), timedelta(minutes=1)
 USD_PER_HOUR = 2.0  # of a revision of test_record.py
 DAILY = parts.Budget(usd=10, per="day")
 
@@ -131,17 +131,22 @@ def test_only_a_rollout_that_has_not_moved_requests_is_stopped() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_spent_is_exact_whatever_changes_at_a_period_s_end(seed: int, per: BudgetPeriod) -> None:
     """Random promotions, failures, suspensions and resumptions, against a sum by minutes."""
+
+    def end_of(began: datetime) -> datetime:
+        return period(began + timedelta(days=1 if per == "day" else 31), per)
+
     draw, now = random.Random(seed), T0
     record = serving(parts.Budget(usd=1e6, per=per))
-    spent = 0.0
+    spent, end = 0.0, end_of(period(now, per))
     for number in range(2, 60):
         paid = sum(revision.paid_since is not None for revision in record.revisions)
         minutes = draw.choice((1, 60, 600, 1440, 5000))
         for _ in range(minutes):
-            now += timedelta(minutes=1)
-            spent = (0.0 if period(now - timedelta(minutes=1), per) < period(now, per) else spent) + (
-                paid * USD_PER_HOUR / 60 if period(now, per) != now else 0.0
-            )
+            now += MINUTE
+            if now == end:
+                spent, end = 0.0, end_of(now)
+            else:
+                spent += paid * USD_PER_HOUR / 60
         name = f"r{number}"
         if record.suspended:
             record = resumed(record, now)
