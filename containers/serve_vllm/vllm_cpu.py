@@ -46,12 +46,15 @@ def here(work: Callable[[], Any]) -> Any:
 
 
 def compute_with_one_thread() -> None:
-    """Compute with one thread in this process, and with as many as before in the processes that it forks."""
+    """Compute with one thread in this process, and in the processes that it forks with the others.
+
+    vLLM's own command leaves a core to the server, too: OpenMP's threads spin while one of them waits for a core.
+    """
     import torch
 
-    threads = torch.get_num_threads()
+    others = max(1, torch.get_num_threads() - 1)
     torch.set_num_threads(1)
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(others))
 
 
 if __name__ == "__main__":
