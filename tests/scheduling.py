@@ -6,7 +6,8 @@ Files that take minutes come first, so that the last files are short and the wor
 that wait came last, no file that computes would use the cores meanwhile. The computing worker has a low priority: a
 waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share fixtures. The first
 files to compute share trainings (the fixtures `uninterrupted` and `two_ranks`), and need neither MaxText's nor vLLM's
-environment: both are installed while the first tests run (conftest.py).
+environment: both are installed while the first tests run (conftest.py). All files that import PyTorch or fork
+containers are files that compute: each worker would spend 6 s on the imports.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ COMPUTE = (
     "tests/containers/train_ray/test_train_ray.py",
     "tests/containers/train_maxtext/test_maxtext.py",
     "tests/containers/serve_vllm/test_serve.py",
+    "tests/containers/serve_vllm/test_shared.py",
     "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/train_trl/test_same_class.py",
     "tests/cli/test_real_demo.py",
@@ -31,6 +33,10 @@ COMPUTE = (
     "tests/containers/common/test_chat.py",
     "tests/containers/common/test_tokenise.py",
     "tests/containers/common/test_rows_in_errors.py",
+    "tests/containers/common/test_rows.py",
+    "tests/containers/train_trl/test_load.py",
+    "tests/containers/train_trl/test_load_now.py",
+    "tests/containers/train_trl/test_methods.py",
     "tests/containers/train_trl/test_export.py",
     "tests/containers/train_trl/test_activations.py",
     "tests/containers/train_trl/test_launch.py",

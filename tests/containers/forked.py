@@ -1,8 +1,9 @@
-"""Start training containers without their imports: fork them from a process that has imported the modules.
+"""Start containers without their imports: fork them from a process that has imported the modules.
 
 The imports of PyTorch, transformers and TRL take 6 s of processor time, which is more than the training of most tests.
 A forked container is a process of its own, with its own environment, output, signals and exit code. So are the launcher
-and the ranks that it starts: each is a child of the process that starts it, in a session of its own.
+and the ranks of a training, and the stand-in engine of a server: each is a child of the process that starts it, in a
+session of its own.
 
 A process with threads cannot fork safely, and a container has gRPC's threads when it starts the launcher. Each process
 therefore forks its children first; they wait until it starts them.
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,13 +33,20 @@ from dropforge_local import shims
 CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "containers.train_trl.train"
+SERVE = "containers.serve_vllm.serve"
+ENGINE = "containers.serve_vllm.standin"
 LAUNCH = "accelerate.commands.launch"
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # it starts the ranks
-MODULES = (
+IMPORTED = "tests.containers.imported"
+MODULES = (  # that a forked process has imported
     "tests.containers.forked",
     TRAIN,
+    SERVE,
+    ENGINE,
     LAUNCH,
     HANDLER,
+    "containers.serve_vllm.gate",
+    "containers.serve_vllm.prompt",
     "containers.train_trl.methods.sft",
     "containers.train_trl.ranks",
     "google.cloud.pubsub_v1",
@@ -54,18 +62,18 @@ def prepare(environment: Mapping[str, str]) -> None:
     """Start the process that imports, unless it runs; it ends with this process. Modules read `environment` while it
     imports them."""
     with patch.dict(os.environ, {**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"}, clear=True):
-        CONTEXT.set_forkserver_preload(list(MODULES))
+        CONTEXT.set_forkserver_preload([IMPORTED])
         forkserver.ensure_running()
 
 
 class Forked:
     """A forked container, with the part of subprocess.Popen that the tests use."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str = TRAIN) -> None:
         reading, writing = CONTEXT.Pipe(duplex=False)
         with reading, writing:
             self.stdout = os.fdopen(os.dup(reading.fileno()), encoding="utf-8")
-            self._process = CONTEXT.Process(target=_run, args=(dict(environment), writing))
+            self._process = CONTEXT.Process(target=_run, args=(module, dict(environment), writing))
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -101,17 +109,20 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 class Popen(subprocess.Popen[Any]):
-    """Starts `python -m` of a launcher or a rank in a child that this process has forked already."""
+    """Starts `python -m` of a launcher, a rank or an engine in a child that this process has forked already."""
 
     def _execute_child(self, args: Any, *options: Any) -> None:
         words = list(args[args.index("-m") + 1 :]) if "-m" in args else []
-        if words[:1] not in ([LAUNCH], [TRAIN]):
+        if words[:1] not in ([LAUNCH], [TRAIN], [ENGINE]):
             super()._execute_child(args, *options)  # type: ignore[misc]
             return
         child = WAITING.pop(0)
-        child.start(words, environment=options[5])
+        child.start(words, prepare=options[1], environment=options[5])
         self.pid = child.pid
         self._child_created = True
 
@@ -129,10 +140,10 @@ class Waiting:
             _wait(its_end)
         its_end.close()
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Let it run a module with arguments; return when it leads its session."""
+    def start(self, words: Sequence[str], prepare: Callable[[], None] | None, environment: Mapping[str, str]) -> None:
+        """Let it run a module with arguments, after `prepare`; return when it leads its session."""
         with self._connection:
-            self._connection.send((words, dict(environment)))
+            self._connection.send((words, prepare, dict(environment)))
             self._connection.recv()
 
 
@@ -140,23 +151,25 @@ WAITING: list[Waiting] = []  # the children that this process has not started ye
 
 
 def _wait(starter: Connection) -> NoReturn:
-    """Become the program that the parent starts with `start_new_session`."""
+    """Become the program that the parent starts with `start_new_session`, or as the leader of a process group."""
     with starter:
         try:
-            words, environment = starter.recv()
+            words, prepare, environment = starter.recv()
         except EOFError:  # the parent has ended
             os._exit(0)
         os.setsid()
+        if prepare is not None:
+            prepare()
         starter.send(None)
     _become(words, environment)
 
 
-def _run(environment: Mapping[str, str], output: Connection) -> None:
-    """Become the container: `python -m containers.train_trl.train`."""
+def _run(module: str, environment: Mapping[str, str], output: Connection) -> None:
+    """Become the container: `python -m MODULE`."""
     with output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
-    _become([TRAIN], environment)
+    _become([module], environment)
 
 
 def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -171,7 +184,7 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     module = importlib.import_module(words[0])
     sys.argv = [str(module.__file__), *words[1:]]
     try:
-        code = module.main()
+        code = module.main(*words[1:]) if words[0] == ENGINE else module.main()
     except BaseException:  # noqa: BLE001  (an interpreter prints every exception, too)
         traceback.print_exc()
         code = 1
@@ -179,9 +192,11 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def _children(module: str, environment: Mapping[str, str]) -> int:
-    """How many processes the module starts: a container its launcher, the launcher its ranks."""
-    if "LOCAL_RANK" in environment:
+    """How many processes the module starts: a server its engine, a trainer its launcher, the launcher its ranks."""
+    if module == ENGINE or "LOCAL_RANK" in environment:
         return 0
+    if module == SERVE:
+        return 1
     if module == LAUNCH:
         return int(environment["DROPFORGE_NUM_PROCESSES"])
     return int(read_world(environment, []).starts_ranks)

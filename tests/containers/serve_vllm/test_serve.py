@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.patience import PATIENCE_SECONDS
 from containers.common.chat import load_tokenizer
 from containers.common.rows import Row
 from containers.common.sealing import make_seal
+from containers.serve_vllm import vllm_cpu
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.run.artifacts import Manifest, download_prefix, read_artifact, read_manifest
 from dropforge.run.record import Parity, RunState
@@ -35,7 +37,9 @@ from dropforge.stages.parity import Endpoint as Asked
 from dropforge.stages.parity import progress
 from dropforge_local.base.ports import free_port
 
+from .. import forked
 from ..conftest import RUNS, Attempt, Trainer, job_spec
+from ..forked import Forked
 from ..trained import int4
 from .conftest import MAX_MODEL_LEN, TRAINING, WholeRun
 
@@ -76,7 +80,21 @@ class Endpoint:
 
 
 def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subprocess.Popen[str]:
-    values = {
+    """Start a server with the interpreters and the imports of a real container."""
+    command = [sys.executable, "-P", "-m", forked.SERVE]
+    values = server_environment(cloud, model_uri, port, **environment)
+    return subprocess.Popen(command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def fork(cloud: Any, model_uri: str, port: int, **environment: str) -> Forked:
+    """Start a server that computes with `transformers serve`, without the imports (forked.py)."""
+    forked.prepare(cloud.environment())
+    values = server_environment(cloud, model_uri, port, DROPFORGE_ENGINE="transformers", **environment)
+    return Forked(values, forked.SERVE)
+
+
+def server_environment(cloud: Any, model_uri: str, port: int, **environment: str) -> dict[str, str]:
+    return {
         **cloud.environment(),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
         "DROPFORGE_MODEL_URI": model_uri,
@@ -87,11 +105,9 @@ def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subproce
         "PORT": str(port),
         **environment,
     }
-    command = [sys.executable, "-P", "-m", "containers.serve_vllm.serve"]
-    return subprocess.Popen(command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_until_ready(process: subprocess.Popen[str], url: str, timeout: float = PATIENCE_SECONDS) -> None:
+def wait_until_ready(process: subprocess.Popen[str] | Forked, url: str, timeout: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0]
@@ -487,6 +503,30 @@ def test_an_engine_that_dies_ends_the_server(cloud: Any, trained: Any) -> None:
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 70
     assert "the engine ended with -9" in output
+
+
+def test_the_engine_that_vllm_s_server_forks_has_all_threads_but_the_server_s(cloud: Any) -> None:
+    forked.prepare(cloud.environment())
+    reading, writing = forked.CONTEXT.Pipe(duplex=False)
+    process = forked.CONTEXT.Process(target=threads_of_server_and_engine, args=(writing,))
+    process.start()
+    writing.close()
+    assert [reading.recv(), reading.recv()] == [("server", 1), ("engine", 2)]
+    process.join()
+
+
+def threads_of_server_and_engine(sender: Connection) -> None:
+    """Send how many threads compute in this process, as vLLM's server, and then in a process that it forks."""
+    import torch
+
+    torch.set_num_threads(3)
+    vllm_cpu.compute_with_one_thread()
+    sender.send(("server", torch.get_num_threads()))
+    if engine := os.fork():
+        os.waitpid(engine, 0)
+    else:
+        sender.send(("engine", torch.get_num_threads()))
+        os._exit(0)
 
 
 def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(cloud: Any, trained: Any, tmp_path: Path) -> None:

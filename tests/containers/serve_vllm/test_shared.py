@@ -27,8 +27,9 @@ from dropforge.stages.parity import progress
 from dropforge_local.base.ports import free_port
 
 from ..conftest import RUNS, Trainer, job_spec
+from ..forked import Forked
 from .conftest import MAX_MODEL_LEN
-from .test_serve import PORTS, client_of, start, wait_until_ready
+from .test_serve import PORTS, client_of, fork, start, wait_until_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test trains both adapters
 SERVE = {"type": "cloud_run", "share": True, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2}
@@ -74,11 +75,14 @@ VLLM = pytest.param(
 @pytest.fixture(scope="module", params=["transformers", VLLM])
 def shared(request: pytest.FixtureRequest, cloud: Any, committed: dict[str, Manifest]) -> Iterator[Shared]:
     """The server, with each engine of a CPU."""
-    port, engine = free_port(PORTS, set()), {"DROPFORGE_ENGINE": str(request.param)}
-    if request.param == "vllm":
-        engine["PATH"] = f"{request.getfixturevalue('vllm_environment') / 'bin'}:{os.environ['PATH']}"
+    port, base = free_port(PORTS, set()), committed["sql"].run
     url, adapters = f"http://127.0.0.1:{port}", [adapter(name, manifest) for name, manifest in committed.items()]
-    process = serve(cloud, committed["sql"].run, port, adapters, **engine)
+    process: subprocess.Popen[str] | Forked
+    if request.param == "vllm":
+        path = f"{request.getfixturevalue('vllm_environment') / 'bin'}:{os.environ['PATH']}"
+        process = start(cloud, uri(base), port, **names(adapters), DROPFORGE_ENGINE="vllm", PATH=path)
+    else:
+        process = serve(cloud, base, port, adapters)
     try:
         wait_until_ready(process, url)
         seals = {name: read_seal(cloud.client, RUNS, manifest) for name, manifest in committed.items()}
@@ -90,10 +94,17 @@ def shared(request: pytest.FixtureRequest, cloud: Any, committed: dict[str, Mani
         process.communicate()
 
 
-def serve(cloud: Any, base: str, port: int, adapters: list[dict[str, str]], **engine: str) -> subprocess.Popen[str]:
-    chosen = {"DROPFORGE_ENGINE": "transformers", "DROPFORGE_SERVED_MODEL_NAME": "base", VARIABLE: json.dumps(adapters)}
-    chosen |= engine
-    return start(cloud, f"gs://{RUNS}/models/{base}", port, **chosen)
+def serve(cloud: Any, base: str, port: int, adapters: list[dict[str, str]]) -> Forked:
+    return fork(cloud, uri(base), port, **names(adapters))
+
+
+def uri(run: str) -> str:
+    return f"gs://{RUNS}/models/{run}"
+
+
+def names(adapters: list[dict[str, str]]) -> dict[str, str]:
+    """The variables that name the base and the adapters."""
+    return {"DROPFORGE_SERVED_MODEL_NAME": "base", VARIABLE: json.dumps(adapters)}
 
 
 def compared(shared: Shared, seal: Seal, model: str) -> Parity:

@@ -24,7 +24,7 @@ from dropforge_local.base.ports import free_port
 
 from .. import same_class
 from ..conftest import DATA, ROOT, RUN_KEY, RUNS
-from ..serve_vllm.test_serve import PORTS, SEALED_ROWS, start, wait_until_ready
+from ..serve_vllm.test_serve import PORTS, SEALED_ROWS, fork, wait_until_ready
 from .test_fsdp import newest_step, rank_processes, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -101,7 +101,7 @@ def served(cloud: Any, manifest: Manifest) -> str:
     assert seal is not None
     seal = seal.model_copy(update={"rows": seal.rows[:SEALED_ROWS]})
     uri, url = f"gs://{RUNS}/models/{manifest.run}", f"http://127.0.0.1:{port}"
-    process = start(cloud, uri, port, DROPFORGE_ENGINE="transformers", DROPFORGE_MAX_MODEL_LEN="1024")
+    process = fork(cloud, uri, port, DROPFORGE_MAX_MODEL_LEN="1024")
     try:
         wait_until_ready(process, url)
         with requests.Session() as session:
