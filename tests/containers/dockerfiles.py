@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Built:
     problems: list[str] = field(default_factory=list)
 
 
+@cache
 def expected_files(role: str) -> dict[str, Path]:
     """Return the files of an image below /app, by their place, without looking at its Dockerfile."""
     files = {}

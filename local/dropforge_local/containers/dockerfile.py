@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from posixpath import join, normpath
 
@@ -24,6 +25,7 @@ from .programs import apt_packages
 SKIPPED = {"RUN", "EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
 IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # no image needs them, and they would change the digest at every run
 VARIABLE = re.compile(r"\\(\$)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
+Rules = tuple[tuple[bool, str], ...]  # of a .dockerignore: whether it leaves files out, and the pattern of their names
 HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 
 
@@ -112,7 +114,7 @@ def _apply(
     arguments: dict[str, str],
     instruction: Instruction,
     context: Path,
-    ignored: list[tuple[bool, str]],
+    ignored: Rules,
 ) -> None:
     stage, keyword = stages[-1], instruction.keyword
     scope = {**stage.arguments, **stage.env}
@@ -158,7 +160,7 @@ def _copy(
     instruction: Instruction,
     scope: Mapping[str, str],
     context: Path,
-    ignored: list[tuple[bool, str]],
+    ignored: Rules,
 ) -> None:
     stage = stages[-1]
     words = [_expand(word, scope) for word in _exec_form(instruction.text) or shlex.split(instruction.text)]
@@ -193,20 +195,18 @@ def _copy_from_stage(
             stage.files[normpath(name + path[len(root) :])] = other.files[path] if other else Path(path)
 
 
-def _matches(context: Path, source: str, ignored: list[tuple[bool, str]]) -> list[Path]:
+def _matches(context: Path, source: str, ignored: Rules) -> list[Path]:
     relative = normpath(source.lstrip("/"))
     if relative.startswith(".."):
         raise UnsupportedDockerfile(f"COPY source {source!r} is outside of the build context {str(context)!r}")
     paths = sorted(context.glob(relative)) if any(sign in relative for sign in "*?[") else [context / relative]
-    paths = [path for path in paths if path.exists() and not _is_ignored(path, context, ignored)]
+    paths = [path for path in paths if path.exists() and not _is_ignored(path.relative_to(context).as_posix(), ignored)]
     if not paths:
         raise UnsupportedDockerfile(f"COPY source {source!r} is not in the build context {str(context)!r}")
     return paths
 
 
-def _place(
-    stage: Stage, path: Path, target: str, into_directory: bool, context: Path, ignored: list[tuple[bool, str]]
-) -> None:
+def _place(stage: Stage, path: Path, target: str, into_directory: bool, context: Path, ignored: Rules) -> None:
     """Docker copies a directory's contents, not the directory; a file goes into a destination that ends with "/"."""
     if path.is_file():
         stage.files[normpath(join(target, path.name)) if into_directory or target in stage.directories else target] = (
@@ -215,24 +215,27 @@ def _place(
         return
     stage.directories.add(target)
     for root, directories, names in os.walk(path):
-        directories[:] = sorted(name for name in directories if not _is_ignored(Path(root, name), context, ignored))
+        folder = Path(root)
+        relative, below = folder.relative_to(context).as_posix(), folder.relative_to(path).as_posix()
+        directories[:] = sorted(name for name in directories if not _is_ignored(join(relative, name), ignored))
         for name in names:
-            file = Path(root, name)
-            if not _is_ignored(file, context, ignored):
-                stage.files[normpath(join(target, file.relative_to(path).as_posix()))] = file
+            if not _is_ignored(join(relative, name), ignored):
+                stage.files[normpath(join(target, below, name))] = folder / name
 
 
-def _ignore_rules(dockerfile: Path, context: Path) -> list[tuple[bool, str]]:
+def _ignore_rules(dockerfile: Path, context: Path) -> Rules:
     """(ignored, pattern) rules of the .dockerignore, in order; the last that matches decides."""
     own = dockerfile.with_name(f"{dockerfile.name}.dockerignore")
     path = own if own.exists() else context / ".dockerignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rules = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return [(not rule.startswith("!"), normpath(rule.lstrip("!").strip().lstrip("/"))) for rule in rules]
+    return tuple((not rule.startswith("!"), normpath(rule.lstrip("!").strip().lstrip("/"))) for rule in rules)
 
 
-def _is_ignored(path: Path, context: Path, rules: list[tuple[bool, str]]) -> bool:
-    relative = path.relative_to(context).as_posix()
+@lru_cache(maxsize=10_000)  # the images of a stack have the same files
+def _is_ignored(name: str, rules: Rules) -> bool:
+    """Whether a file or directory, by its name below the context, is not in the context."""
+    relative = normpath(name)
     if any(fnmatch.fnmatch(part, pattern) for part in relative.split("/") for pattern in IGNORED_FILES):
         return True
     verdict = False
