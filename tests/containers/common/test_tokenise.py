@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import uuid
@@ -18,6 +19,8 @@ from containers.common.errors import BAD_DATA, JobError
 from containers.common.rows import Row
 from containers.common.tokenise import TokenCache, Tokeniser, cores, processes_for
 from dropforge.run.artifacts import tokens_object
+
+from .. import forked
 
 RUNS = "runs-bucket"
 ROWS = [
@@ -72,7 +75,12 @@ def test_several_processes_give_the_same_token_ids_in_the_same_order(
     assert (alone.dropped, len(alone.input_ids)) == (1, 60)
 
 
-def test_a_row_that_the_template_refuses_is_named_by_its_number(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_the_template_refuses_is_named_by_its_number(
+    base: Path, cloud: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes are forked from one that has imported the tokenizers; the test above spawns them."""
+    forked.prepare(cloud.environment())
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked.CONTEXT)
     monkeypatch.setattr(tokenise, "CHUNK_ROWS", 7)
     refusing = Tokeniser.load(str(base), False, "sft", None)
     messages = set()
