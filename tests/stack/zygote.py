@@ -113,8 +113,14 @@ class Functions:
         return self.returncode
 
     def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
         if self._handle is not None:
-            signal.pidfd_send_signal(self._handle, signal.SIGTERM)
+            signal.pidfd_send_signal(self._handle, number)
 
 
 def main(descriptor: int) -> None:
