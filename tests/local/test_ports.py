@@ -1,12 +1,15 @@
+import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dropforge_local.base import ports
-from dropforge_local.base.ports import HOST, free_port
+from dropforge_local.base.ports import HOST, free_port, is_anothers
+from dropforge_local.stack import control
 
 # Ports of no stack and no outgoing connection; another suite on this machine has most likely other ports.
 FIRST = 32100 + 40 * (os.getpid() % 16)
@@ -63,3 +66,24 @@ def test_a_process_that_has_its_share_gives_its_oldest_free_port_again() -> None
         server.bind((HOST, oldest))
         server.listen()
         assert free_port(AMONG, set()) not in (oldest, first)
+
+
+def test_a_port_is_anothers_while_another_stack_has_it() -> None:
+    own = free_port(AMONG, set())
+    process, (port,) = other(1)
+    with process:
+        assert is_anothers(port)
+        assert not is_anothers(own)
+        process.communicate()
+    assert not is_anothers(port)
+
+
+def test_a_port_that_another_stack_has_taken_is_no_leftover(tmp_path: Path) -> None:
+    process, (port,) = other(1)
+    (tmp_path / "ports.json").write_text(json.dumps([port]))
+    with process, socket.socket() as server:
+        server.bind((HOST, port))
+        server.listen()
+        assert control.leftovers(tmp_path).ports == []
+        process.communicate()
+        assert control.leftovers(tmp_path).ports == [port]

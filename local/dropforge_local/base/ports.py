@@ -52,6 +52,17 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
+def is_anothers(port: int) -> bool:
+    """Whether another stack of this user has been given the port."""
+    with _guard:
+        if port in _lent:
+            return False
+        if not _reserve(port):
+            return True
+        fcntl.lockf(_locks(), fcntl.LOCK_UN, 1, port)
+        return False
+
+
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from dropforge_local.base.db import Database
-from dropforge_local.base.ports import is_listening
+from dropforge_local.base.ports import is_anothers, is_listening
 from dropforge_local.containers import processes
 
 from .config import PRIVATE, START_SECONDS, StackError, StackInfo, container_directories
@@ -96,13 +96,17 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
 
 
 def leftovers(state: Path) -> Leftovers:
-    """List the emulators' resources, the processes of containers and of the stack, and the ports in use."""
+    """List the emulators' resources, the processes of containers and of the stack, and the ports in use.
+
+    Another stack may have been given a port since this stack ended: that port is not left over.
+    """
     containers = [processes.find_members(directory) for directory in container_directories(state)]
     pids = [pid for members in containers for group in members.values() for pid in group]
     pids += _stack_processes(state)
     ports = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
     resources, emulated_ports = _emulated(state)
-    return Leftovers(resources, pids, [port for port in [*ports, *emulated_ports] if is_listening(port)])
+    used = [port for port in [*ports, *emulated_ports] if is_listening(port) and not is_anothers(port)]
+    return Leftovers(resources, pids, used)
 
 
 def _start_in_background(state: Path, ports: list[int]) -> StackInfo:
