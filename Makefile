@@ -36,7 +36,7 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 	@$(BIN)/dropforge demo --serve $(SERVE) $(if $(AGAIN),--again) $(SPEC)
 
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --durations 30
+	@$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --durations 30
 
 test-fast: $(STAMP) ## the tests that start no stack, no emulator, no machine and no training (a minute)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(NOT_FAST:%=--ignore=%)

@@ -1,7 +1,7 @@
-"""How `make test` divides the suite between five workers on two cores.
+"""How `make test` divides the suite between four workers on two cores.
 
 Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the
-four other workers take the files that wait. A worker without files of its own kind takes files of the other kind.
+three other workers take the files that wait. A worker without files of its own kind takes files of the other kind.
 Files that take minutes come first, so that the last files are short and the workers end at the same time. If many files
 that wait came last, no file that computes would use the cores meanwhile. The computing worker has a low priority: a
 waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share fixtures. The first

@@ -166,7 +166,7 @@ def test_garbage_from_before_a_listing_is_still_collected(store: RunStore) -> No
     new_run(store)
     frozen = gc.get_freeze_count()
     read_index(fresh(store))
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # an object that nothing refers to any more leaves them at any time
 
 
 def test_an_old_record_is_read_itself(store: RunStore) -> None:
