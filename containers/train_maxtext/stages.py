@@ -38,6 +38,8 @@ MODULES = {
 AFTER_TRAIN = ("verify", "export", "check", "publish")
 # The variable that names the interpreter with PyTorch: MaxText's own environment pins other versions.
 TORCH_PYTHON = "DROPFORGE_TORCH_PYTHON"
+# MaxText uses stubs of its Google Cloud clients: all its files are local, and the driver uploads.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 POLL_SECONDS = 0.2
 LOG_READ, LOG_TAIL = 1_000_000, 6000  # characters
@@ -154,8 +156,7 @@ class Runner:
             return environment
         for name in self.work.secrets:
             environment.pop(name, None)
-        # MaxText uses stubs of its Google Cloud clients: all its files are local, and the driver uploads.
-        environment |= {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        environment |= OFFLINE
         if stage in ("import", "export"):
             environment["JAX_PLATFORMS"] = "cpu"
         elif stage == "train" and on_tpu():

@@ -113,7 +113,7 @@ def _moves_nothing(*_: Any) -> bool:
     return True
 
 
-# What is broken, and the seeds of which a rule must report at least one: the first is the one with the shortest life.
+# The broken part, the rule, and seeds: the rule must report one of these lives. The shortest life comes first.
 BREAKAGES: list[tuple[str, Any, str, Any, str, tuple[int, ...]]] = [
     ("no completion is wanted", advance, "completion_problem", lambda *_: "", CHECKED, (5, 2, 8)),
     ("what never answered is undone as usual", advance, "_is_alone", lambda *_: False, CHECKED, (15,)),

@@ -174,9 +174,7 @@ FAULTS = {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", 
 FAULTS |= {"silent", "lost_machine", "stuck"}
 KINDS = {"Job", "Service", "QueuedResource", "Node", "Disk", "Cluster", "Pod", "RayJob", "Deployment"}
 STATES = {"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"}
-
-
-RICH = (6, 79, 65, 106, 8)  # the seeds that contain all of these; another cloud may need more seeds
+RICH = (6, 79, 65, 106, 8)  # together, these seeds contain all of it; after a change of the cloud they may not
 
 
 def test_seeds_contain_every_fault_kind_and_terminal_state() -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from tests.patience import TRAIN_SECONDS
 
+from containers.train_maxtext.stages import OFFLINE
 from dropforge.run.artifacts import COMPLETE, checkpoints, upload_directory
 from dropforge_local import tiny
 from dropforge_local.containers.images import ImageStore, Process
@@ -39,8 +40,6 @@ QUICK_XLA = {
     "XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
-# The variables that MaxText's modules read when a stage imports them (containers/train_maxtext/stages.py).
-OFFLINE = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 SECRET = {"MY_KEY": CANARY}
 

@@ -14,7 +14,7 @@ DIRECTORY = Path(__file__).parent / "zygote"
 IMPORTS = ROOT / "containers" / "train_maxtext" / "imports.py"
 TRAIN = "maxtext.trainers.post_train.sft.train_sft"
 MAXTEXT = ("jax", TRAIN, "google.cloud.storage")
-# What Ray's modules import. Each worker imports Ray itself: it reads the worker's variables at its import.
+# Ray's modules import these. A worker imports Ray itself, because Ray reads the worker's variables at its import.
 RAY = (
     *("colorful", "grpc.aio", "jsonschema", "pandas", "pyarrow.dataset", "uvloop", "yaml"),
     *("google.cloud.storage", "jax.experimental.multihost_utils", TRAIN),

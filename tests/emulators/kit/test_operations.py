@@ -138,5 +138,9 @@ def test_an_operation_shows_the_messages_that_it_keeps() -> None:
 def test_an_operation_of_an_older_stack_is_read() -> None:
     body = {"@type": "type.googleapis.com/google.protobuf.Duration", "value": "90s"}
     old = Operation(f"{PARENT}/operations/o1", 1.0, "create", THING, body, 2.0, body)
-    assert unpack(longrunning(old).response and body, duration_pb2.Duration()) == SECONDS
-    assert longrunning(old).response == longrunning(old).metadata
+    assert unpack(body, duration_pb2.Duration()) == SECONDS
+    shown = longrunning(old)
+    for part in (shown.metadata, shown.response):
+        told = duration_pb2.Duration()
+        assert part.Unpack(told)
+        assert told == SECONDS
