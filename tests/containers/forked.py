@@ -210,6 +210,7 @@ def _customise() -> None:
     if str(shims.DIRECTORY) not in os.environ["PYTHONPATH"].split(":"):
         return
     sys.path.insert(0, str(shims.DIRECTORY))
+    sys.modules.pop("sitecustomize", None)  # Debian's Python has a module of this name, too
     finder = importlib.import_module("sitecustomize").Finder
     for patches in [each.patches for each in sys.meta_path if isinstance(each, finder)]:
         for name in patches.keys() & sys.modules.keys():
