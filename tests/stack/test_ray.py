@@ -60,7 +60,7 @@ def test_preempted_hosts_and_head_are_replaced_within_the_attempt(user: User) ->
     preempt(user, head)  # the driver ends with the head, and the operator submits the job again
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
-    assert len(record.attempts) == 1
+    assert len(record.attempts) == 1, [attempt.error for attempt in record.attempts]
     assert_clean(user, run)
 
 
