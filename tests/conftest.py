@@ -49,13 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # PyTorch's threads spin while one of them waits for a core: on two busy cores a training took ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        from .scheduling import COMPUTES, NICENESS
+        from .scheduling import NICENESS
 
         # A test kills its stack and starts it at the same ports: no stack of another worker may take them meanwhile.
         first = FIRST_PORT + int(worker.removeprefix("gw")) % WORKERS * PORTS
         os.environ["DROPFORGE_STACK_PORTS"] = f"{first}-{first + PORTS - 1}"
-        if worker == COMPUTES:
-            os.nice(NICENESS)
+        os.nice(NICENESS.get(worker, 0))
 
 
 @pytest.hookimpl(optionalhook=True)

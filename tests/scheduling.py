@@ -1,13 +1,15 @@
-"""How `make test` divides the suite between four workers on two cores.
+"""How `make test` divides the suite between five workers on two cores.
 
-Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the
-three other workers take the files that wait. A worker without files of its own kind takes files of the other kind.
-Files that take minutes come first, so that the last files are short and the workers end at the same time. If many files
-that wait came last, no file that computes would use the cores meanwhile. The computing worker has a low priority: a
-waiting test gets a core as soon as its event arrives. A file stays whole, because its tests share fixtures. The first
-files to compute share trainings (the fixtures `uninterrupted` and `two_ranks`), and need neither MaxText's nor vLLM's
-environment: both are installed while the first tests run (conftest.py). All files that import PyTorch or fork
-containers are files that compute: each worker would spend 6 s on the imports.
+Training alone keeps one core busy or both; a stack mostly waits. So there are three kinds of workers. One worker takes
+the files that compute, in order. Three workers take the long files that wait, the longest first. The last worker takes
+the short files, and fills the time in which the others wait. A worker without files of its own kind helps with the
+files of the other kinds: first with the long ones, so that the last files are short and all workers end at the same
+time. The workers that compute and fill have a low priority: a waiting test gets a core as soon as its event arrives.
+
+A file stays whole, because its tests share fixtures. The first files to compute share trainings (the fixtures
+`uninterrupted` and `two_ranks`), and need neither MaxText's nor vLLM's environment: both are installed while the first
+tests run (conftest.py). All files that import PyTorch or fork containers are files that compute: each worker would
+spend 6 s on the imports.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any
 
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-COMPUTES = "gw0"  # xdist's name of the worker that computes
-NICENESS = 5  # Linux gives the process a third of the weight of a process with niceness 0
+COMPUTES, FILLS = "gw0", "gw4"  # xdist's names of these two workers
+# Linux gives a process with niceness 5 a third of the weight of a process with niceness 0, and with 10 a tenth.
+NICENESS = {COMPUTES: 5, FILLS: 10}
 COMPUTE = (
     "tests/containers/train_trl/test_fsdp.py",
     "tests/containers/train_trl/test_train.py",
@@ -81,13 +84,13 @@ LONG = (
 
 
 class Scheduling(LoadFileScheduling):
-    """Gives the worker COMPUTES the files of COMPUTE in order, and the others LONG, then all files that are left."""
+    """Gives each worker the files of its own kind first."""
 
     def _assign_work_unit(self, node: Any) -> None:
         computes = [file for file in COMPUTE if file in self.workqueue]
-        waits = [file for file in self.workqueue if file not in COMPUTE]
-        waits.sort(key=lambda file: LONG.index(file) if file in LONG else len(LONG))  # a stable sort
-        own, others = (computes, waits) if node.gateway.id == COMPUTES else (waits, computes)
-        file = (own or others)[0]
+        waits = [file for file in LONG if file in self.workqueue]
+        short = [file for file in self.workqueue if file not in COMPUTE and file not in LONG]
+        kinds = {COMPUTES: (computes, waits, short), FILLS: (short, waits, computes)}
+        file = next(files[0] for files in kinds.get(node.gateway.id, (waits, short, computes)) if files)
         self.workqueue.move_to_end(file, last=False)  # the base class takes the first file
         super()._assign_work_unit(node)
