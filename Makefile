@@ -3,10 +3,7 @@
 SHELL := /bin/sh
 
 # Python 3.11 is the one with a CPU-only PyTorch on every platform we know; newer ones work, with a larger download.
-# Debian's is built with profile-guided optimisation. It needs two thirds of the time that a Python built by pyenv needs.
-DEBIAN := /usr/bin/python3.11
-PYTHON ?= $(shell $(DEBIAN) -c "import ensurepip" 2> /dev/null && echo $(DEBIAN) \
-	|| command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := build/venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
