@@ -47,7 +47,7 @@ LIVES = {
     "refused": RolloutState.ROLLED_BACK,
 }
 KILLS = ("stack", "functions")
-PAUSE_SECONDS = 0.1  # between two requests: a rollout may wait for a sweep for a minute, and a kill lasts longer
+PAUSE_SECONDS = 0.02  # between two requests: a rollout may wait for a sweep for a minute
 LEAST = 5  # answers of the model that serves after a rollout
 
 
