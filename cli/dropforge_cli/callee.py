@@ -39,7 +39,7 @@ def callee_of(deployment: Deployment, text: str) -> Callee:
     named = deployment.context.endpoints.find(name) if names.is_endpoint_name(name) else None
     if named is not None and named.retired is None:
         return _named(deployment, named, model)
-    record = find_run(deployment.store, text)
+    record = find_run(deployment, text)
     if record.endpoint is None and record.state is RunState.SUCCEEDED:
         serve = deployment.store.spec(record.run).serve
         if serve is not None and serve.share:

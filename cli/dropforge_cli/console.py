@@ -88,7 +88,7 @@ def page_of(deployment: Deployment, subject: str) -> str:
         return "/runs"
     if subject in deployment.context.endpoints.names():
         return f"/endpoints#endpoint-{subject}"
-    return f"/runs/{find_run(deployment.store, subject).run}"
+    return f"/runs/{find_run(deployment, subject).run}"
 
 
 def has_desktop() -> bool:

@@ -8,14 +8,13 @@ import sys
 
 import click
 
-from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import usd
-from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Record, RunState
 
 from .deployment import Deployment
 from .display import working
+from .dropped import dropped_specs, run_of_spec
 from .plain import echo, plain
 from .problems import CliError
 
@@ -54,20 +53,9 @@ def run_of(deployment: Deployment, data: bytes) -> str | None:
 
     Objects that were replaced since are not found. Without the right to list the bucket, nothing is found.
     """
-    from google.api_core.exceptions import Forbidden
-
-    settings, digest = deployment.settings, base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-    blobs = deployment.clients.storage().list_blobs(
-        settings.specs_bucket, prefix=names.SPECS_PREFIX, max_results=MOST_SPECS, timeout=TIMEOUT_SECONDS
-    )
-    try:
-        same = [blob for blob in blobs if blob.md5_hash == digest and names.is_spec_object(blob.name)]
-    except Forbidden:
-        return None
-    if not same:
-        return None
-    newest = max(same, key=lambda blob: blob.updated)
-    return names.run_id_of_object(settings.specs_bucket, newest.name, newest.generation)
+    digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+    same = [blob for blob in dropped_specs(deployment, MOST_SPECS) if blob.md5_hash == digest]
+    return run_of_spec(deployment, max(same, key=lambda blob: blob.updated)) if same else None
 
 
 def _described(record: Record | None) -> str:

@@ -40,7 +40,7 @@ def logs(run: str, follow: bool, tail: int | None, as_json: bool, state: str | N
     """
     deployment = connect(state)
     store = deployment.store
-    run = find_run(store, run).run
+    run = find_run(deployment, run).run
     shown = redact if as_json else readable
     if deployment.stack is None:
         _run_gcloud(deployment, store.ledger(run), follow, tail, as_json)

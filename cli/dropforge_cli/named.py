@@ -125,7 +125,7 @@ def serve(run: str, name: str, canary: str | None, changes: str | None, state: s
         return
     if changes is not None:
         raise CliError("--with is for the model of another deployment", f"{ELSEWHERE} describes it")
-    run = find_run(deployment.store, run.rstrip("/").rpartition("/")[2]).run
+    run = find_run(deployment, run.rstrip("/").rpartition("/")[2]).run
     change(deployment, name, serve={"run": run, "endpoint": name, **wanted})
 
 

@@ -24,8 +24,9 @@ from dropforge.spec import JobSpec
 
 from .deployment import Deployment, connect
 from .display import counted, fitting, joined, stderr, stdout, table, titled, working
+from .dropped import is_dropped
 from .endpoints import endpoint_json, named_json, named_of
-from .follow import Follower, Snapshot, bar, describe_wait, watch
+from .follow import Follower, Snapshot, bar, describe_wait, snapshots, watch
 from .listing import FIELDS, Filter, columns, in_order
 from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
 from .plain import echo, echo_json
@@ -98,7 +99,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     """
     deployment = connect(state)
     store = deployment.store
-    record = find_run(store, run)
+    record = find_run(deployment, run)
     is_followed = watched and not record.state.is_terminal
     if is_followed:
         watch(deployment, record.run, stderr() if as_json else stdout())
@@ -133,7 +134,7 @@ def cancel(run: str, state: str | None) -> None:
     RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`.
     """
     deployment = connect(state)
-    record = find_run(deployment.store, run)
+    record = find_run(deployment, run)
     with working("publishing the request"):
         request_cancel(deployment, record.run)
     if not record.state.is_terminal:
@@ -163,16 +164,17 @@ def all_runs(store: RunStore) -> list[Summary]:
     return index.summaries
 
 
-def find_run(store: RunStore, text: str) -> Record:
+def find_run(deployment: Deployment, text: str) -> Record:
     """Return the record of the run that `text` names; raise CliError if it names none, or several.
 
     It names a run by its id, as `latest`, by the name of which the run is the newest, or by the beginning of its id.
+    A spec becomes a run some seconds after it was dropped: this function waits for a run whose id it is given.
     """
+    store = deployment.store
     if names.is_run_id(text):
-        try:
-            return store.record(text)
-        except NotFound:
-            raise CliError(f"there is no run {text!r}", LIST_HINT) from None
+        if (record := store.find(text) or _just_dropped(deployment, text)) is None:
+            raise CliError(f"there is no run {text!r}", LIST_HINT)
+        return record
     every = all_runs(store)
     if not every:
         raise CliError("there are no runs yet", "start a run with `dropforge submit SPEC`")
@@ -185,6 +187,12 @@ def find_run(store: RunStore, text: str) -> Record:
     if len(matching) > 1:
         raise CliError(_ambiguous(text, matching), "give more of the id, or the name of a run, or `latest`")
     return store.record(matching[0].run)
+
+
+def _just_dropped(deployment: Deployment, run: str) -> Record | None:
+    """Wait for the record of a run whose spec is in the specs bucket; None without such a spec. Raises CliError."""
+    with working(f"waiting for the run {run}"):
+        return next(snapshots(deployment, run)).record if is_dropped(deployment, run) else None
 
 
 def _ambiguous(text: str, runs: list[Summary]) -> str:

@@ -36,7 +36,7 @@ def trace(run: str, as_json: bool, state: str | None) -> None:
     prints the trace in OTLP's JSON, as a receiver of OpenTelemetry gets it.
     """
     deployment = connect(state)
-    record = find_run(deployment.store, run)
+    record = find_run(deployment, run)
     with working("reading the trace"):
         spans = read_spans(deployment.context, record)
     if as_json:

@@ -222,7 +222,7 @@ def test_every_command_on_a_local_stack(fork: Callable[..., Process], tmp_path: 
     assert "requested the end of" in output("cancel", hanging)
     assert watcher.code() == 1
     assert "cancelled" in watcher.text()
-    assert follower.code() == 0
+    assert follower.code() == 0, follower.text()
     assert "Traceback" not in follower.text()
     assert re.search(r"^\d\d-\d\d \d\d:\d\d:\d\d progress, step 2 of 2, loss 1$", output("logs", run), re.M)
     assert '"message": "succeeded"' in output("logs", run, "--tail", "1", "--json")

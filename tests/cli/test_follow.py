@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 
@@ -22,6 +22,7 @@ from dropforge_cli.display import joined
 from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal, watch
 from dropforge_cli.problems import CliError
 from dropforge_cli.result import doubt
+from dropforge_cli.specs import upload_spec
 
 from .conftest import CREATED, Deployed, attempt, served
 
@@ -305,6 +306,40 @@ def test_a_spec_without_a_run_is_an_error_after_the_timeout(deployed: Deployed, 
     with pytest.raises(CliError, match=f"run {RUN} did not appear within") as error:
         show_until_terminal(hurried, RUN, Console(file=io.StringIO()))
     assert "on_spec_uploaded of project p" in error.value.hint
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["cancel"], ["trace"]])
+def test_commands_wait_for_the_run_of_a_spec_that_was_just_dropped(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """A script calls them as soon as `submit` has ended: the function may not have the upload's event yet."""
+    monkeypatch.setattr("dropforge_cli.deployment.CLOUD_POLL_SECONDS", 0.01)
+    run = upload_spec(connect(None), b"{}", "job.json")
+    with ThreadPoolExecutor() as pool:
+        working = pool.submit(deployed.run, *command, run)
+        assert not wait([working], 0.1).done
+        deployed.record(run, RunState.CANCELLED)
+        result = working.result()
+    assert "there is no run" not in result.output
+    assert result.exit_code == (1 if "--watch" in command else 0), result.output
+    assert run in result.output
+
+
+def test_a_dropped_spec_that_becomes_no_run_is_an_error_after_the_timeout(
+    deployed: Deployed, hurried: Deployment
+) -> None:
+    run = upload_spec(hurried, b"{}", "job.json")
+    result = deployed.run("status", run)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: run {run} did not appear within 0 s")
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--watch"], ["cancel"], ["logs", "--follow"]])
+def test_a_run_without_a_spec_is_an_error_at_once(deployed: Deployed, command: list[str]) -> None:
+    upload_spec(connect(None), b"{}", "job.json")
+    result = deployed.run(*command, RUN)  # each waits for 300 s if the specs bucket has a spec of this run
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[0] == f"error: there is no run '{RUN}'"
 
 
 @pytest.mark.parametrize(
