@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shim import MARKER
+from .shim import MARKER, takes_signal
 
 if TYPE_CHECKING:
     from .images import Image, ImageStore
@@ -52,7 +52,7 @@ def run_out_of_memory(root: Path) -> int:
     running = [path for path in _containers(root).glob("*") if _is_running(root, path.name)]
     for path in running:
         (path / "oom-killed").touch()
-        _signal_container(root, path.name, signal.SIGKILL)
+        _kill_container(root, path.name)
     return len(running)
 
 
@@ -129,12 +129,13 @@ def shut_down(root: Path, options: argparse.Namespace) -> int:
 def _end(root: Path, patience: Mapping[str, float]) -> None:
     """Send SIGTERM to containers, and SIGKILL to each that runs after its seconds in `patience`."""
     for name in patience:
-        _signal_container(root, name, signal.SIGTERM)
+        if _is_running(root, name):
+            _stop_process(_pid(root, name))
     began = time.monotonic()
     while running := [name for name in patience if _is_running(root, name)]:
         for name in running:
             if time.monotonic() >= began + patience[name]:
-                _signal_container(root, name, signal.SIGKILL)
+                _kill_container(root, name)
         time.sleep(0.05)
 
 
@@ -142,7 +143,7 @@ def remove(root: Path, options: argparse.Namespace) -> int:
     _pid(root, options.name)
     if _is_running(root, options.name) and not options.force:
         raise DockerError(f"cannot remove container {options.name!r}: container is running")
-    _signal_container(root, options.name, signal.SIGKILL)
+    _kill_container(root, options.name)
     shutil.rmtree(_containers(root) / options.name, ignore_errors=True)
     print(options.name)
     return 0
@@ -184,11 +185,11 @@ def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: 
     process = subprocess.Popen(argv, env=dict(env), cwd=workdir, stdin=subprocess.DEVNULL, start_new_session=True)
     (directory / "pid").write_text(str(process.pid))
     # Signals that arrived before the process existed are forwarded now, once.
-    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: _stop_process(process.pid))
     for early in stopped:
         process.send_signal(early)
     code = process.wait()
-    _signal(process.pid, signal.SIGKILL)
+    _kill(process.pid)
     code = 128 - code if code < 0 else code
     partial = directory / "ended.tmp"
     partial.write_text(str(code))
@@ -233,15 +234,22 @@ def _is_running(root: Path, name: str) -> bool:
     return True
 
 
-def _signal_container(root: Path, name: str, number: signal.Signals) -> None:
+def _kill_container(root: Path, name: str) -> None:
     """Do nothing once the container has ended: another process may have its pid by then."""
     if _is_running(root, name):
-        _signal(_pid(root, name), number)
+        _kill(_pid(root, name))
 
 
-def _signal(group: int, number: signal.Signals) -> None:
+def _stop_process(pid: int) -> None:
+    """Send SIGTERM to the first process of a container, unless the kernel would discard the signal."""
+    if takes_signal(pid, signal.SIGTERM):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:

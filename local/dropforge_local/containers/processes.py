@@ -84,7 +84,7 @@ class Container:
         return await asyncio.shield(self._exit)
 
     async def terminate(self, grace_seconds: float, reason: str = "") -> Exit:
-        """Send SIGTERM to every process and SIGKILL after the grace time; return once all have ended."""
+        """Send SIGTERM to the first process, and SIGKILL to all after the grace time; return once all have ended."""
         if reason and not (self.directory / "exit").exists():
             (self.directory / "reason").write_text(reason)
         if not self._exit.done() and grace_seconds > 0:
@@ -100,12 +100,20 @@ class Container:
         return self._exit.result()
 
     async def _end_politely(self) -> None:
-        """Send SIGTERM to every process except the shim; wait for a process while the command still starts."""
+        """Send SIGTERM as container runtimes do: once, to the first process alone. Wait until that process exists."""
         while not self._exit.done():
-            if commands := [pid for pid in self.members() if pid != self.pid]:
-                send_signal(commands, signal.SIGTERM)
+            if (first := self._first_process()) is not None:
+                if shim.takes_signal(first, signal.SIGTERM):
+                    send_signal([first], signal.SIGTERM)
                 await self.wait()
             await asyncio.sleep(START_POLL_SECONDS)
+
+    def _first_process(self) -> int | None:
+        """The pid of the command's process: the shim's oldest child. The shim's other children are orphans."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.pid).children()
+            return min(children, key=lambda child: (child.create_time(), child.pid)).pid if children else None
+        return None
 
     def members(self) -> list[int]:
         """Pids of all live processes of the container, including its shim."""

@@ -257,6 +257,23 @@ def descendants(parent: int) -> list[int]:
     return pids
 
 
+def takes_signal(pid: int, number: int) -> bool:
+    """Whether the kernel gives a signal to this process if it is the first process of a container.
+
+    The kernel discards a signal that would end the first process of a PID namespace, unless the process has a handler
+    for it (or blocks it, until later): https://man7.org/linux/man-pages/man7/pid_namespaces.7.html. Here, the first
+    process is an ordinary process, which the signal would end. Without /proc nobody knows, and the answer is True.
+    """
+    if not HAS_PROC:
+        return True
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            masks = dict(line.split(b":", 1) for line in status if line.startswith(b"Sig"))
+    except OSError:  # the process has ended
+        return False
+    return any(int(masks[name], 16) >> (number - 1) & 1 for name in (b"SigCgt", b"SigBlk"))
+
+
 def children_by_parent() -> dict[int, list[int]]:
     """The pids of all processes of this machine by their parent's pid, from /proc."""
     children: dict[int, list[int]] = {}

@@ -66,7 +66,8 @@ JOB_PY = """
 """
 
 SERVER_PY = """
-    import http.server, json, os, sys, threading, time
+    import http.server, json, os, signal, sys, threading, time
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     NEXT = threading.Semaphore(0)
     MODE = os.environ.get("MODE", "")
     print("serving", os.environ["K_REVISION"], flush=True)

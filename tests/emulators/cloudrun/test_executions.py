@@ -226,12 +226,14 @@ def test_the_deletion_of_a_running_job_leaves_no_process(cloud: Any, make: Any) 
     assert "ignoring" in cloud.logs(execution.name)
 
 
-def test_a_preemption_fails_the_attempt(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "600")
-    running(cloud, execution, "sleep")
+@pytest.mark.parametrize(("mode", "line", "signal"), [("polite", "waiting", 15), ("sleep", "sleep", 9)])
+def test_a_preemption_fails_the_attempt(cloud: Any, make: Any, mode: str, line: str, signal: int) -> None:
+    """SIGTERM does nothing to a container without a handler, which is killed after the grace time."""
+    execution = start(cloud, make, mode, "600")
+    running(cloud, execution, line)
     cloud.faults(preempt=execution.name.rsplit("/")[-1])
     result = only_task(cloud, cloud.wait(execution.name)).last_attempt_result
-    assert (result.status.code, result.term_signal) == (14, 15)
+    assert (result.status.code, result.term_signal) == (14, signal)
 
 
 def test_parallelism_bounds_tasks_and_a_failed_task_cancels_the_others(cloud: Any, make: Any) -> None:

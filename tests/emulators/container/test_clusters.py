@@ -107,7 +107,9 @@ def gke(tmp_path: Path) -> Iterator[Gke]:
     folder = tmp_path / "repo" / "containers" / "nap"
     folder.mkdir(parents=True)
     (folder / "Dockerfile").write_text(DOCKERFILE)
-    (folder / "main.py").write_text("import time\ntime.sleep(600)\n")
+    (folder / "main.py").write_text(
+        "import os, signal, time\nsignal.signal(15, lambda *_: os._exit(0))\ntime.sleep(600)\n"
+    )
     clock = HeldClock()
     with BackgroundServer(lambda: build(tmp_path, clock)) as server:
         yield Gke(server.url, tmp_path, clock)

@@ -75,7 +75,8 @@ JOB_PY = """
 """
 
 SERVER_PY = """
-    import http.server, os, sys, time
+    import http.server, os, signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     STARTED, WARM_UP = time.time(), float(os.environ.get("WARM_UP", "0"))
     print("serving", os.environ["PORT"], flush=True)
     SICK = []

@@ -120,16 +120,17 @@ def test_output_is_capped_and_keeps_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "c/output.log").read_text().endswith("line 19999\n")
 
 
-def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
-    code = """
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-        print("ready", flush=True)
-        time.sleep(600)
-    """
+POLITE = """
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
 
+
+def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
-        container = runtime.launch("c", lambda _: spec(code))
+        container = runtime.launch("c", lambda _: spec(POLITE))
         await ready(runtime, container)
         return await container.terminate(10)
 
@@ -146,18 +147,54 @@ STUBBORN = """
 """
 
 
-def test_terminate_reaches_a_command_that_still_starts(tmp_path: Path) -> None:
-    """If SIGTERM reached only the shim, the command would run until the end of its grace period."""
+def test_terminate_waits_for_the_command_to_start(tmp_path: Path) -> None:
+    """Before its handler is there, SIGTERM ends the command or is lost, never the shim: each end has an exit code."""
+    code = "trap 'exit 5' TERM; sleep 60 & wait"
 
     async def work(runtime: Runtime) -> Exit:
         for index in range(25):
-            container = runtime.launch(f"c{index}", lambda _: ContainerSpec(("sleep", "60"), {}, Path("/")))
+            container = runtime.launch(f"c{index}", lambda _: ContainerSpec(("bash", "-c", code), {}, Path("/")))
             await asyncio.sleep(0.0016 * index)
-            ended = await container.terminate(60)
-            assert ended.code
+            ended = await container.terminate(0.3)
+            assert (ended.code in (5, 137, 143), ended.reason) == (True, "")
         return ended
 
     run(tmp_path, work)
+
+
+def test_sigterm_is_for_the_first_process_alone(tmp_path: Path) -> None:
+    """A launcher must forward the signal to its workers: a container runtime does not."""
+    code = """
+        import signal, subprocess, sys, time
+        worker = "import signal, time; signal.signal(15, lambda *_: print('told', flush=True)); "
+        worker += "print('ready', flush=True); time.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-P", "-c", worker])
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(5)))
+        print("ready", flush=True)
+        process.wait()
+    """
+
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec(code))
+        await until(lambda: runtime.output("c").count("ready") == 2)
+        ended = await container.terminate(60)
+        assert "told" not in runtime.output("c")
+        assert runtime.live() == []
+        return ended
+
+    assert run(tmp_path, work).code == 5
+
+
+@pytest.mark.skipif(not shim.HAS_PROC, reason="only /proc tells whether a process handles a signal")
+def test_a_first_process_without_a_handler_gets_no_sigterm(tmp_path: Path) -> None:
+    """The kernel discards it for process 1 of a container; the platform kills the container after the grace time."""
+
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: ContainerSpec(("sleep", "60"), {}, Path("/")))
+        await until(lambda: [process.name() for process in psutil.Process(container.pid).children()] == ["sleep"])
+        return await container.terminate(0.2)
+
+    assert run(tmp_path, work).code == 137
 
 
 def test_terminate_ends_children_in_other_sessions(tmp_path: Path) -> None:
@@ -253,19 +290,17 @@ def test_a_container_without_a_record_is_adopted_by_its_mark(tmp_path: Path) -> 
     """The stack was killed after it started the shim and before it recorded the pid."""
 
     async def work(runtime: Runtime) -> Exit:
-        await ready(
-            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(600)"))
-        )
+        await ready(runtime, runtime.launch("c", lambda _: spec(POLITE)))
         (tmp_path / "c/process.json").unlink()
         return Exit(0, 0)
 
     async def second(runtime: Runtime) -> Exit:
         container = runtime.adopt("c")
         assert container is not None
-        return await container.terminate(5)
+        return await container.terminate(60)
 
     run(tmp_path, work)
-    assert run(tmp_path, second).code == 143
+    assert run(tmp_path, second).code == 5
     assert run(tmp_path, lambda runtime: _never(runtime)).code == 0
 
 

@@ -43,10 +43,8 @@ from ..shared import Stages, contains, forget_clients, switch_faults, write_trai
 MAIN_PY = """
     import os, signal, sys, time
     behaviour = os.environ["DROPFORGE_RUN"].split("-")[0]
-    def stop(*_):
-        sys.exit(75)
-    if behaviour == "polite":
-        signal.signal(signal.SIGTERM, stop)
+    code = 75 if behaviour == "polite" else 143
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
     if behaviour == "rank":  # the first machine fails, and this failure ends the other machines
         time.sleep(0.5 * int(os.environ["JOB_COMPLETION_INDEX"]))
         sys.exit(65 if os.environ["JOB_COMPLETION_INDEX"] == "0" else 70)

@@ -47,8 +47,8 @@ MAIN_PY = """
     import os, signal, sys, time
     behaviour = os.environ["DROPFORGE_RUN"].split("-")[0]
     assert os.path.isdir(os.environ["DROPFORGE_WORK_DIRECTORY"]), "the data disk is not there"
-    if behaviour == "polite":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    code = 75 if behaviour == "polite" else 143
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
     if behaviour == "token" and "projects/p1/secrets/hf/versions/latest" not in os.environ["DROPFORGE_SECRETS"]:
         sys.exit(70)
     if behaviour.startswith("exit"):

@@ -176,7 +176,7 @@ if __name__ == "__main__":
     if ADAPTERS:
         read_adapters()
     server = Server((os.environ.get("HOST", "127.0.0.1"), int(os.environ["PORT"])), Handler)
-    if DRAINS:
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    stop = threading.Thread(target=server.shutdown).start if DRAINS else lambda: os._exit(0)
+    signal.signal(signal.SIGTERM, lambda *_: stop())
     server.serve_forever()
     server.server_close()
