@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from .gcloud import Gcloud, RunGcloud
+from .stack.zygote import Zygote
 from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +165,13 @@ def run_gcloud() -> Iterator[RunGcloud]:
     """Yield a function that runs the installed gcloud."""
     with closing(Gcloud()) as gcloud:
         yield gcloud.run
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Yield the process that forks the stacks; its imports take as long as the start of a stack."""
+    with closing(Zygote()) as zygote:
+        yield zygote
 
 
 def made(config: pytest.Config, fixture: str) -> Path:

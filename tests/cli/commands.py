@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
 # The real demo on a stack whose containers train and serve nothing, so that it takes seconds.
 NOOP = """
-import sys
+import os, sys
 from dataclasses import replace
 from dropforge_local.stack import control as stack
 from dropforge_local.stack.config import StackConfig
@@ -32,6 +32,10 @@ def up(state, **options):
     replace(StackConfig.of(state), images=images, settings=settings).save(state)
     return start(state, **options)
 stack.up = up
+if address := os.environ.pop("STACK_ZYGOTE", ""):  # only a forked command has tests on its import path
+    from functools import partial
+    from tests.stack.zygote import spawn_at
+    stack._spawn = partial(spawn_at, address)
 from dropforge_cli.main import cli
 cli(prog_name="dropforge")
 """
@@ -39,9 +43,12 @@ NOOP_COMMAND = [sys.executable, "-P", "-c", NOOP, str(ROOT / "tests" / "images")
 
 
 class Process:
-    """A running command. A test can wait for its output. A nursery forks it (forked.py) if there is one."""
+    """A running command. A test can wait for its output. A nursery forks it (forked.py) if there is one.
 
-    def __init__(self, command: list[str], directory: Path, nursery: Nursery | None = None) -> None:
+    The stacks of a forked command are forked, too, by the zygote at `zygote` (tests/stack/zygote.py).
+    """
+
+    def __init__(self, command: list[str], directory: Path, nursery: Nursery | None = None, zygote: str = "") -> None:
         # A stack keeps to the ports of this worker of pytest: the stack of another worker would look like a leftover.
         kept = ("DROPFORGE_STACK_PORTS",)
         clean = {
@@ -56,7 +63,7 @@ class Process:
                 self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
             else:
                 streams = (0, file.fileno(), file.fileno())
-                self.popen = nursery.start(command, streams, clean, directory)
+                self.popen = nursery.start(command, streams, {**clean, "STACK_ZYGOTE": zygote}, directory)
 
     def wait_for(self, text: str, timeout: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + timeout

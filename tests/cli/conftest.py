@@ -31,6 +31,7 @@ from dropforge_local.emulators.storage import StorageEmulator
 
 from ..deployments import clients, forget
 from ..forked import Nursery
+from ..stack.zygote import Zygote
 from .commands import NOOP_COMMAND, Process, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,30 +68,33 @@ def foreground() -> Iterator[None]:
 @pytest.fixture
 def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
     """Start commands in an empty directory. A leftover process is killed, and fails the test."""
-    with _starting(tmp_path, None) as start:
+    with _starting(tmp_path) as start:
         yield start
 
 
 @pytest.fixture
-def fork(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Process]]:
-    """Do what `start` does, but fork the commands (forked.py): the import of a command takes longer than its work."""
-    with _starting(tmp_path, nursery) as start:
+def fork(tmp_path: Path, nursery: Nursery, zygote: Zygote) -> Iterator[Callable[..., Process]]:
+    """Do what `start` does, but fork the commands (forked.py): the import of a command takes longer than its work.
+
+    A stack that NOOP_COMMAND starts is forked, too.
+    """
+    with _starting(tmp_path, nursery, zygote.address) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Yield the process that forks commands."""
-    with closing(Nursery("dropforge_cli.main:cli")) as nursery:
+    with closing(Nursery("dropforge_cli.main:cli", paths=[str(ROOT)])) as nursery:
         yield nursery
 
 
 @contextmanager
-def _starting(directory: Path, nursery: Nursery | None) -> Iterator[Callable[..., Process]]:
+def _starting(directory: Path, nursery: Nursery | None = None, zygote: str = "") -> Iterator[Callable[..., Process]]:
     started = []
 
     def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
-        started.append(Process([*command, *arguments], directory, nursery))
+        started.append(Process([*command, *arguments], directory, nursery, zygote))
         return started[-1]
 
     yield start

@@ -1,6 +1,6 @@
 """`dropforge demo` and the commands that need a whole local stack, as separate processes.
 
-Two tests and the first Ctrl-C start their commands as users do. The commands of all other tests are forked (forked.py).
+Two tests and the first Ctrl-C start their commands and stacks as users do. Those of all other tests are forked.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from dropforge_local.stack import control as local
 
 from ..deployments import clients, forget
 from ..stack.conftest import NOOP_CONFIG
+from ..stack.zygote import Zygote
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
 PRICES = [f"--price={target}=1" for target in ("gke", "ray", "tpu_vm")]
@@ -33,13 +34,14 @@ document, observe_training = smoke_plan.document, smoke.Smoke._observe_training
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stack(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[Path]:
     state = tmp_path_factory.mktemp("smoke") / "stack"
     NOOP_CONFIG.save(state)
     with patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith("DROPFORGE_") or name.endswith("_EMULATOR_HOST")]:
             del os.environ[name]
-        local.up(state)
+        with patch.object(local, "_spawn", zygote.spawn):
+            local.up(state)
         forget_clients()
         yield state
     local.down(state)

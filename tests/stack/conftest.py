@@ -7,7 +7,7 @@ import json
 import os
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,13 +211,6 @@ def open_user() -> Iterator[Callable[[Path], User]]:
 
         yield open_user
     forget()
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """Yield the process that forks the stacks; its imports take as long as the start of a stack."""
-    with closing(Zygote()) as zygote:
-        yield zygote
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from dropforge_local.stack.config import StackConfig, StackError
 
 from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states
+from .zygote import Zygote
 
 pytestmark = pytest.mark.slow
 
@@ -108,12 +110,12 @@ def user_generation(user: User, name: str) -> str:
 
 
 @pytest.mark.parametrize("option", ["http_port", "grpc_port", "functions_port"])
-def test_the_error_names_a_port_that_is_in_use(tmp_path: Path, option: str) -> None:
+def test_the_error_names_a_port_that_is_in_use(tmp_path: Path, zygote: Zygote, option: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(StackError, match=str(port)):
+        with patch.object(local, "_spawn", zygote.spawn), pytest.raises(StackError, match=str(port)):
             local.up(tmp_path / "stack", **{option: port})
     assert not local.leftovers(tmp_path / "stack")
 

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_SECONDS
 from dropforge.endpoints.record import RolloutState
 from dropforge.run.record import RunState
 from dropforge_local.stack import control as local
+from dropforge_local.stack.config import StackInfo
 
 from .conftest import NOOP_CONFIG, User
 from .named import Load, Named
@@ -25,18 +26,18 @@ CANARY = {"percent": 50, "for": "1s"}
 
 
 def test_without_a_gateway_models_change_at_once_and_the_url_stays_when_one_comes(
-    tmp_path: Path, open_user: Callable[[Path], User]
+    tmp_path: Path, open_user: Callable[[Path], User], fork_stack: Callable[[Path], StackInfo]
 ) -> None:
     settings = {**NOOP_CONFIG.settings, "DROPFORGE_ENDPOINT_GATEWAYS": ""}
     replace(NOOP_CONFIG, settings=settings).save(tmp_path)
-    local.up(tmp_path)
+    fork_stack(tmp_path)
     try:
         named = Named(open_user(tmp_path), "plain", "gke")
         assert_all_at_once(named)
         url, models = named.record.url, named.record.revisions
         kill(named.user)
         NOOP_CONFIG.save(tmp_path)
-        local.up(tmp_path)
+        fork_stack(tmp_path)
         named = Named(open_user(tmp_path), "plain", "gke")
         assert_kept(named, url, models[-1].run)
     finally:

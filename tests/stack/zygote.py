@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -40,13 +42,22 @@ CLIENTS = (
 
 
 class Zygote:
-    """Starts stacks; `spawn` replaces `dropforge_local.stack.control._spawn`."""
+    """Starts stacks; `spawn` replaces `dropforge_local.stack.control._spawn`.
+
+    Other processes of the test ask the zygote at its `address`, by `spawn_at`.
+    """
 
     def __init__(self) -> None:
-        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with child_socket:
-            command = [sys.executable, "-P", __file__, str(child_socket.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_socket.fileno()])
+        self._directory = tempfile.TemporaryDirectory(prefix="df-")  # short: a socket's path has at most 107 bytes
+        self.address = str(Path(self._directory.name) / "zygote")
+        alive, self._alive = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            descriptors = [listener.fileno(), alive]
+            command = [sys.executable, "-P", __file__, *map(str, descriptors)]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+        os.close(alive)
         self._last: dict[str, psutil.Process] = {}  # by state directory
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
@@ -54,9 +65,7 @@ class Zygote:
         state = command[4]
         while state in self._last and _threads(self._last[state]) > 1:  # it may still end, and holds its ports
             time.sleep(0.01)
-        request = {"arguments": list(command[4:]), "log": str(log_path), "environment": dict(os.environ)}
-        self._socket.send(json.dumps(request).encode())
-        pid = int(self._socket.recv(MESSAGE_BYTES))
+        pid = spawn_at(self.address, command, log_path)
         with suppress(psutil.NoSuchProcess):
             self._last[state] = psutil.Process(pid)
         return pid
@@ -66,8 +75,18 @@ class Zygote:
         for stack in self._last.values():
             with suppress(psutil.NoSuchProcess):
                 stack.kill()
-        self._socket.close()
+        os.close(self._alive)
         self._process.wait(60)
+        self._directory.cleanup()
+
+
+def spawn_at(address: str, command: Sequence[str], log_path: object) -> int:
+    """Start a stack as `python -P -m dropforge_local.stack.main ARGUMENTS` does; return its pid."""
+    request = {"arguments": list(command[4:]), "log": str(log_path), "environment": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(address)
+        connection.send(json.dumps({**request, "directory": os.getcwd()}).encode())
+        return int(connection.recv(MESSAGE_BYTES))
 
 
 class Functions:
@@ -123,7 +142,8 @@ class Functions:
             signal.pidfd_send_signal(self._handle, number)
 
 
-def main(descriptor: int) -> None:
+def main(listener: int, alive: int) -> None:
+    """Fork stacks until the other end of `alive` is closed."""
     from dropforge_local.stack import functions_host, functions_process
     from dropforge_local.stack import main as stack_main
 
@@ -132,22 +152,32 @@ def main(descriptor: int) -> None:
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # the memory of the imported modules stays shared
-    requests = socket.socket(fileno=descriptor)
-    while message := requests.recv(MESSAGE_BYTES):
-        reading, writing = os.pipe()
-        if not (intermediate := os.fork()):
-            os.setsid()
-            if not (pid := os.fork()):
-                requests.close()
-                os.close(reading)
-                os.close(writing)
-                _run(_stack, stack_main, functions_process, json.loads(message))
-            os.write(writing, str(pid).encode())
-            os._exit(0)
-        os.close(writing)
-        os.waitpid(intermediate, 0)
-        requests.send(os.read(reading, MESSAGE_BYTES))
-        os.close(reading)
+    asked, poll = socket.socket(fileno=listener), select.poll()
+    poll.register(asked, select.POLLIN)
+    poll.register(alive, select.POLLHUP)
+    while alive not in dict(poll.poll()):
+        connection, _ = asked.accept()
+        with connection:
+            connection.send(_fork(stack_main, functions_process, connection.recv(MESSAGE_BYTES), asked))
+
+
+def _fork(stack_main: Any, functions_process: Any, message: bytes, asked: socket.socket) -> bytes:
+    """Fork a stack as a child of init; return its pid."""
+    reading, writing = os.pipe()
+    if not (intermediate := os.fork()):
+        os.setsid()
+        if not (pid := os.fork()):
+            asked.close()
+            os.close(reading)
+            os.close(writing)
+            _run(_stack, stack_main, functions_process, json.loads(message))
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(intermediate, 0)
+    told = os.read(reading, MESSAGE_BYTES)
+    os.close(reading)
+    return told
 
 
 def _threads(process: psutil.Process) -> int:
@@ -165,6 +195,7 @@ def _modules_of(source: str) -> list[str]:
 
 def _stack(stack_main: Any, functions_process: Any, request: Mapping[str, Any]) -> None:
     os.umask(0o077)  # as control._spawn
+    os.chdir(request["directory"])
     with open(os.devnull, "rb") as empty, open(request["log"], "ab") as log:
         _become(request, [empty.fileno(), log.fileno(), log.fileno()])
     nursery = _nursery()
@@ -242,4 +273,4 @@ def _run(work: Callable[..., None], *arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))
