@@ -1,4 +1,4 @@
-"""Quick starts of MaxText and Ray: programs are forked from a process that has imported both (zygote/zygote.py)."""
+"""Quick starts of MaxText, Ray and vLLM: a process that has imported them forks programs (zygote/zygote.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ RAY = (
     *("colorful", "grpc.aio", "jsonschema", "pandas", "pyarrow.dataset", "uvloop", "yaml"),
     *("google.cloud.storage", "jax.experimental.multihost_utils", TRAIN),
 )
+# The server imports the first; the engine, which it forks, the second.
+VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_model_runner")
 
 
 class Zygote:

@@ -9,8 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +34,7 @@ from dropforge_local.base.ports import free_port
 from dropforge_local.emulators.tpu.metadata import MetadataServer
 
 from ..conftest import RUNS
+from ..quick import VLLM, Zygote
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = "job-0123456789ab"
@@ -458,16 +460,45 @@ def with_one_layer(base: Path, directory: Path) -> Path:
     return directory
 
 
+def noting_compiler(directory: Path, notes: Path) -> Path:
+    """A directory with a compiler that writes its arguments to a file: a line for each of its calls."""
+    directory.mkdir()
+    program = directory / "g++"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {notes}\nexec {shutil.which("g++")} "$@"\n')
+    program.chmod(0o755)
+    return directory
+
+
+def libraries_in(notes: Path) -> int:
+    """How many libraries the compiler was to make; it also runs to read a header."""
+    return sum("-shared" in line.split() for line in notes.read_text().splitlines())
+
+
+@contextmanager
+def forking_vllm(environment: Mapping[str, str], vllm: Path, cache: Path) -> Iterator[dict[str, str]]:
+    """The environment of servers whose vLLM is forked (quick.py): its imports would take as long as the rest.
+
+    test_serve.py starts vLLM with its imports.
+    """
+    with tempfile.TemporaryDirectory(prefix="df-") as short:
+        own = {**environment, **engine_environment(cache, compiles=True)}
+        zygote = Zygote(vllm / "bin" / "python", Path(short) / "zygote", own, VLLM)
+        try:
+            yield zygote.given(environment)
+        finally:
+            zygote.end()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_vllm_compiles_nothing_that_the_server_before_has_compiled(
     cloud: Any, vllm_environment: Path, base_model: Path, tmp_path: Path
 ) -> None:
-    run, cache = "compiles-0123456789ab", tmp_path / "cache"
+    run, cache, notes = "compiles-0123456789ab", tmp_path / "cache", tmp_path / "notes"
     cold_start.commit(cloud.client, RUNS, run, with_one_layer(base_model, tmp_path / "model"))
     environment = {
         **cloud.environment(),
-        "PATH": f"{vllm_environment / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{noting_compiler(tmp_path / 'bin', notes)}:{vllm_environment / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
         "DROPFORGE_MODEL_URI": f"gs://{RUNS}/models/{run}",
         "DROPFORGE_SERVED_MODEL_NAME": "m",
@@ -475,16 +506,21 @@ def test_vllm_compiles_nothing_that_the_server_before_has_compiled(
         "DROPFORGE_MAX_NUM_SEQS": "2",
         "DROPFORGE_COMPILE_CACHE": str(cache),
         "DROPFORGE_CPU_COMPILE": "1",
+        # PyTorch would compile and run a program for each set of vector instructions that this processor has: 8 s.
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "HOST": "127.0.0.1",
         "PORT": str(free_port(range(20_000, 24_000), set())),
     }
-    first = cold_start.start(environment, cold_start.KEPT)
-    (archive,) = cloud.client.list_blobs(RUNS, prefix=f"caches/{run}/")
-    with zipfile.ZipFile(io.BytesIO(archive.download_as_bytes())) as entries:
-        libraries = {name for name in entries.namelist() if name.endswith(".so")}
-    assert libraries, "Inductor compiles C++ to libraries"
-    shutil.rmtree(cache)
-    cold_start.start(environment, cold_start.READY)
+    with forking_vllm(environment, vllm_environment, cache) as environment:
+        first = cold_start.start(environment, cold_start.KEPT)
+        (archive,) = cloud.client.list_blobs(RUNS, prefix=f"caches/{run}/")
+        with zipfile.ZipFile(io.BytesIO(archive.download_as_bytes())) as entries:
+            libraries = {name for name in entries.namelist() if name.endswith(".so")}
+        assert libraries, "Inductor compiles C++ to libraries"
+        assert libraries_in(notes) == len(libraries)
+        shutil.rmtree(cache)
+        cold_start.start(environment, cold_start.READY)
+    assert libraries_in(notes) == len(libraries), "the second server compiles nothing"
     assert {name for name in files_below(cache / "compiled") if name.endswith(".so")} == libraries
     assert [blob.generation for blob in cloud.client.list_blobs(RUNS, prefix="caches/")].count(archive.generation) == 1
     assert read_start(cloud.client, RUNS, run).keys() == first["parts"].keys()

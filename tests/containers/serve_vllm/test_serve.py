@@ -137,11 +137,11 @@ def trained(cloud: Any) -> tuple[Attempt, Manifest]:
 
 @pytest.fixture(scope="module")
 def stand_in(cloud: Any, trained: tuple[Attempt, Manifest]) -> Iterator[Endpoint]:
-    """`transformers serve`, in a process of the container."""
+    """`transformers serve`, in a process of the container. test_real_demo.py starts both with imports."""
     attempt, manifest = trained
     port = free_port(PORTS, set())
     url = f"http://127.0.0.1:{port}"
-    process = start(cloud, f"gs://{RUNS}/models/{attempt.run}", port, DROPFORGE_ENGINE="transformers")
+    process = fork(cloud, f"gs://{RUNS}/models/{attempt.run}", port)
 
     def end() -> None:
         process.send_signal(signal.SIGTERM)
@@ -153,7 +153,7 @@ def stand_in(cloud: Any, trained: tuple[Attempt, Manifest]) -> Iterator[Endpoint
             children = partial(psutil.Process(process.pid).children, recursive=True)
             yield Endpoint(url, client, "unused", cloud.client, RUNS, manifest, children, end)
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.communicate()
 
 

@@ -1,8 +1,8 @@
-"""Starts programs that import MaxText or Ray without their imports: forks them from a process that has imported both.
+"""Starts programs that import MaxText, Ray or vLLM without these imports: forks them from a process that has made them.
 
     python -P zygote.py SOCKET IMPORTS MODULE...
 
-MaxText's interpreter runs this; `Zygote` (tests/containers/quick.py) starts it. Where sitecustomize.py is on
+MaxText's or vLLM's interpreter runs this; `Zygote` (tests/containers/quick.py) starts it. Where sitecustomize.py is on
 PYTHONPATH, an interpreter asks for a fork instead of running its program. The fork is a process of its own, with the
 interpreter's environment, directory, arguments, output, signals and exit code. It imports the repository's modules
 itself. Its parent is the zygote, and it is killed when the interpreter ends.
@@ -103,7 +103,7 @@ def become(
     sys.executable = request["executable"]
     words, paths = request["words"], os.environ.get("PYTHONPATH", "").split(os.pathsep)
     first = os.getcwd() if words[0] == "-m" else os.path.dirname(words[0])
-    sys.path[:] = [first, *filter(None, paths), *base]
+    sys.path[:] = [*([] if request["is_safe"] else [first]), *filter(None, paths), *base]
     code: Any = 0
     try:
         if words[0] == "-m":
