@@ -70,6 +70,21 @@ PLACES = ((OBJECT_OF_PLACES, TAKEN.model_dump_json().encode()),)
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 
 
+class Change(NamedTuple):
+    """What a transition leads to: what the code can see of the state after it, and what it added to the rest.
+
+    `deaths` has, for each effect, the first effect before which a death leads to the same: nothing changed between.
+    """
+
+    objects: tuple[tuple[str, bytes], ...]
+    cloud: tuple[tuple[str, str], ...]
+    executions: tuple[tuple[str, str, str, str], ...]
+    late: bool
+    taken: frozenset[str]
+    published: frozenset[str]
+    deaths: tuple[int, ...]
+
+
 class State(NamedTuple):
     """Everything that outlives a call. `announced` are the ids of run events that were published."""
 
@@ -102,6 +117,27 @@ class State(NamedTuple):
         """The state of each resource in the run's ledger, by its name."""
         return {entry["name"]: entry["state"] for entry in self.record.get("resources") or ()}
 
+    @property
+    def seen(self) -> State:
+        """The state without what no code reads: from states that differ only in this, a step leads to the same."""
+        return self._replace(mail=(), announced=frozenset(), faults=0, is_cancelled=False)
+
+    def after(self, change: Change, fault: bool) -> State:
+        """The state after a transition."""
+        following = State(
+            change.objects,
+            change.cloud,
+            change.executions,
+            tuple(kind for kind in self.mail if kind not in change.taken),
+            self.announced | change.published,
+            self.faults + fault,
+            change.late,
+            self.is_cancelled,
+        )
+        if self.is_cancelled or self.record.get("state") in (*TERMINAL, "TEARING_DOWN"):
+            return following
+        return following._replace(is_cancelled=bool(following.record.get("cancel_requested")))
+
 
 class Step(NamedTuple):
     """An event that can happen in a state, its name for people, and whether it is a fault."""
@@ -112,7 +148,7 @@ class Step(NamedTuple):
 
 
 class Stage(World):
-    """The world of one transition: made from a state, acted on, and read into the next state."""
+    """The world of one transition: made from a state, acted on, and read into the change of the state."""
 
     def __init__(self, state: State, waits: dict[str, Wait], main: ModuleType, kill_at: int | None = None) -> None:
         super().__init__(0, Strike(0, ""))
@@ -120,11 +156,14 @@ class Stage(World):
         self.waits = waits
         self.kill_at = kill_at
         self.count = 0
+        self.deaths: list[int] = []
+        self.trace: object = None  # grows with each change of what outlives the call
         self.refuse = False
         self.slept = 0.0
+        self.late = state.late
         self.offset = LATE_SWEEP_AFTER if state.late else 0.0
         self.cloud = dict(state.cloud)
-        self.mail = list(state.mail)
+        self.taken: set[str] = set()  # mail that was acknowledged
         self.soon: list[Callable[[], None]] = []
         self.scheduler.wait = self.sleep  # type: ignore[method-assign]  # time passes only within a call
         self.storage = Storage(self, (SPECS, RUNS))
@@ -155,10 +194,13 @@ class Stage(World):
         changes: bool = False,
         error: Callable[[bool], Exception] | None = None,
     ) -> T:
-        """One effect of the called function; the function may crash before it."""
+        """One effect of the called function; the function may crash before it. Nothing that is dead has effects."""
         self.count += 1
-        if self.count == self.kill_at:
+        if self.kill_at is not None and self.count >= self.kill_at:
             raise Killed(name)
+        trace = len(self.history.facts), tuple(self.cloud.items()), self.slept
+        self.deaths.append(self.deaths[-1] if trace == self.trace else self.count)
+        self.trace = trace
         return action()
 
     def call(self, name: str, body: dict[str, Any]) -> Reply:
@@ -178,24 +220,19 @@ class Stage(World):
             return False
         return True
 
-    def next(self, fault: bool) -> State:
-        """The state after this transition."""
+    def change(self) -> Change:
+        """What this transition leads to."""
         while self.soon:
             self.soon.pop(0)()
-        facts = self.history.of("published")
-        following = State(
+        return Change(
             tuple(sorted((name, stored.data) for name, stored in self.storage.objects[RUNS].items())),
             tuple(sorted(self.cloud.items())),
             tuple(self._frozen(execution) for execution in self.workflows.executions.values()),
-            tuple(self.mail),
-            self.state.announced | {fact.data["id"] for fact in facts},
-            self.state.faults + fault,
-            self.state.late,
-            self.state.is_cancelled,
+            self.late,
+            frozenset(self.taken),
+            frozenset(fact.data["id"] for fact in self.history.of("published")),
+            tuple(self.deaths),
         )
-        old, new = self.state.record, following.record
-        early = old.get("state") not in (*TERMINAL, "TEARING_DOWN")
-        return following._replace(is_cancelled=following.is_cancelled or (early and bool(new.get("cancel_requested"))))
 
     def _execution(self, id_: str, state: str, snapshot: str, wait: str) -> Execution:
         text, values = json.loads(snapshot)
@@ -289,6 +326,7 @@ class Explorer:
         self.faults = faults
         self.main = entry_points()  # for all transitions: it keeps nothing between two calls
         self.waits: dict[str, Wait] = {}
+        self.changes: dict[tuple[str, int | None, State], Change] = {}
         self.first = State(PLACES, mail=("spec", "cancel") if cancel else ("spec",))
         self.came: dict[State, tuple[State, str] | None] = {self.first: None}
         self.edges: dict[State, list[tuple[State, bool]]] = {}
@@ -323,13 +361,20 @@ class Explorer:
         for step in steps(state):
             if step.fault and state.faults >= self.faults:
                 continue
-            stage = self._take(step, state, None)
-            yield step.name, stage.next(step.fault), step.fault
+            change = self._change(step, state, None)
+            yield step.name, state.after(change, step.fault), step.fault
             if state.faults + step.fault >= self.faults:
                 continue
-            for at in range(1, min(stage.count, MOST_EFFECTS) + 1):
-                died = self._take(step, state, at)
-                yield f"{step.name}, killed at effect {at}", died.next(True), True
+            for at, first in enumerate(change.deaths[:MOST_EFFECTS], 1):
+                died = self._change(step, state, first)
+                yield f"{step.name}, killed at effect {at}", state.after(died, True), True
+
+    def _change(self, step: Step, state: State, kill_at: int | None) -> Change:
+        """What a step leads to. It is taken once from all states that look the same to the code."""
+        key = step.name, kill_at, state.seen
+        if key not in self.changes:
+            self.changes[key] = self._take(step, key[2], kill_at).change()
+        return self.changes[key]
 
     def _take(self, step: Step, state: State, kill_at: int | None) -> Stage:
         stage = Stage(state, self.waits, self.main, kill_at)
@@ -337,8 +382,6 @@ class Explorer:
         platforms = Platforms(lambda _: target, lambda _: target, lambda _: target, lambda: [target, target])
         give_context(stage.main, context_of(stage, _clients(stage), SETTINGS, platforms))
         step.take(stage)
-        while stage.soon:
-            stage.soon.pop(0)()
         return stage
 
     def _hopeless(self) -> list[State]:
@@ -438,7 +481,7 @@ def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
             message = {"message": {"data": CANCEL, "messageId": "cancel"}}
             done = stage.deliver("on_spec_message", topic_source(OPERATIONS), message)
         if done and not keep:
-            stage.mail.remove(kind)
+            stage.taken.add(kind)
 
     return arrive
 
@@ -506,7 +549,7 @@ def _age(stage: Stage) -> float:
 
 
 def _late_sweep(stage: Stage) -> None:
-    stage.state = stage.state._replace(late=True)
+    stage.late = True
     stage.slept += LATE_SWEEP_AFTER
     stage.call("sweep", {})
 
