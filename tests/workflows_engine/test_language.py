@@ -688,8 +688,8 @@ def test_limits_cannot_be_caught(lab: Any) -> None:
         ("- a: {assign: [{x: '0123456789abcdef'}]}\n- b: {assign: [{x: '${x + x}'}], next: b}\n", "ResourceLimitError"),
         ("- a: {assign: [{x: [1]}]}\n- b: {assign: [{x: '${[x, x]}'}], next: b}\n", "MemoryLimitExceededError"),
         ("- a: {assign: [{x: [1]}]}\n- b: {assign: [{x: '${[x]}'}], next: b}\n", "ResourceLimitError"),
-        (
-            "- a: {assign: [{x: []}]}\n- b: {assign: [{x: '${list.concat(x, 1)}'}], next: b}\n",
+        (  # eight thousand items: with the smallest items, 65 thousand copies of ever longer lists take ten seconds
+            f"- a: {{assign: [{{x: []}}]}}\n- b: {{assign: [{{x: '${{list.concat(x, \"{'y' * 64}\")}}'}}], next: b}}\n",
             "MemoryLimitExceededError",
         ),
         (
