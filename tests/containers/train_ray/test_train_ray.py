@@ -104,6 +104,7 @@ class Cluster:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
         # Ray starts workers with niceness 15: beside another worker of pytest they would hardly train.
         own["RAY_worker_niceness"] = "0"
+        own["RAY_enable_pipe_based_agent_to_parent_health_check"] = "1"  # the parent of a forked agent is the zygote
         return {**self.image.env, **QUICK_XLA, **own, "PATH": path}
 
     def wait(self) -> None:
