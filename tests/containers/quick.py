@@ -13,25 +13,25 @@ from .zygote.sitecustomize import SOCKET
 DIRECTORY = Path(__file__).parent / "zygote"
 IMPORTS = ROOT / "containers" / "train_maxtext" / "imports.py"
 TRAIN = "maxtext.trainers.post_train.sft.train_sft"
-MAXTEXT = ("jax", TRAIN, "google.cloud.storage", "transformers.models.auto.tokenization_auto")
-# What the programs of Ray and its workers import. They import Ray itself: it reads the variables of its process, such
-# as the job of a worker, while it is imported.
-RAY = (
+# What the stages and Ray's programs and workers import. They import Ray itself: while it is imported, it reads the
+# variables of its process, such as the job of a worker.
+MODULES = (
     *("aiohttp_cors", "click", "colorful", "fastapi", "grpc.aio", "jsonschema", "pandas", "prometheus_client"),
     *("opencensus.stats", "opentelemetry.exporter.prometheus", "opentelemetry.sdk.trace.export", "pyarrow.dataset"),
-    *("pydantic", "requests", "uvicorn", "uvloop", "yaml", "jax.experimental.multihost_utils", *MAXTEXT),
+    *("pydantic", "requests", "uvicorn", "uvloop", "yaml", "google.cloud.storage", "jax", TRAIN),
+    *("jax.experimental.multihost_utils", "transformers.models.auto.tokenization_auto"),
 )
 
 
 class Zygote:
-    """A process that imports `modules`, and then forks the programs of processes that it has given their environment.
+    """A process that imports MODULES, and then forks the programs of processes that it has given their environment.
 
     Modules read `environment` while they are imported. `path` is its socket's, and has at most 107 bytes.
     """
 
-    def __init__(self, python: Path, path: Path, environment: Mapping[str, str], modules: tuple[str, ...]) -> None:
+    def __init__(self, python: Path, path: Path, environment: Mapping[str, str]) -> None:
         self.path = path
-        command = [str(python), "-P", str(DIRECTORY / "zygote.py"), str(path), str(IMPORTS), *modules]
+        command = [str(python), "-P", str(DIRECTORY / "zygote.py"), str(path), str(IMPORTS), *MODULES]
         # Arrow's allocator would start a thread.
         own = {**environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         self._process = subprocess.Popen(

@@ -130,13 +130,15 @@ def become(
 def customise() -> None:
     """Run the other sitecustomize of PYTHONPATH, as the interpreter would have done: the local stack's, on Ray's nodes.
 
-    It patches modules that are imported from now on. The zygote's own patches those that it has imported.
+    Its finder patches modules once they are loaded. Here some are loaded already, and nothing has used them yet.
     """
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "sitecustomize"]
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    for patches in [finder.patches for finder in sys.meta_path if hasattr(finder, "patches")]:
+        for name in patches.keys() & sys.modules.keys():
+            patches.pop(name)(sys.modules[name])
 
 
 def end_with(asking: socket.socket) -> None:
