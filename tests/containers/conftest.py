@@ -37,13 +37,13 @@ from dropforge_local.stack.deployment import libraries_environment
 
 from . import forked
 from .forked import Forked
-from .maxtext import base_qwen3, image_driver, maxtext_image, slow_driver, uninterrupted_maxtext
+from .maxtext import base_qwen3, image_driver, maxtext_image, maxtext_zygote, slow_driver, uninterrupted_maxtext
 from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC, attempt_environment, changed
 
 # The names that other files import from this file, and the fixtures that maxtext.py defines.
 __all__ = [
     "DATA", "PROJECT", "ROOT", "RUNS", "RUN_KEY", "TOPIC",
-    "base_qwen3", "image_driver", "maxtext_image", "slow_driver", "uninterrupted_maxtext",
+    "base_qwen3", "image_driver", "maxtext_image", "maxtext_zygote", "slow_driver", "uninterrupted_maxtext",
 ]  # fmt: skip
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
 MARK = b"the last message so far"

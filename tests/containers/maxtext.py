@@ -159,16 +159,21 @@ def maxtext_image(maxtext_environment: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
-def image_driver(maxtext_environment: Path, cloud: Any, maxtext_image: Process) -> Iterator[Driver]:
-    """Starts the container. The stages that import MaxText are forked (quick.py)."""
-    environment = dict(maxtext_image.env)
+def maxtext_zygote(maxtext_environment: Path, cloud: Any, maxtext_image: Process) -> Iterator[Zygote]:
+    """Forks the programs that import MaxText or Ray (quick.py)."""
     with tempfile.TemporaryDirectory(prefix="df-") as short:
-        own = {**cloud.environment(), **QUICK_XLA, **environment, **OFFLINE, "PYTHONPATH": ""}
+        own = {**cloud.environment(), **QUICK_XLA, **maxtext_image.env, **OFFLINE, "PYTHONPATH": ""}
         zygote = Zygote(maxtext_environment / "bin" / "python", Path(short) / "zygote", own, MAXTEXT)
-        driver = Driver(cloud, maxtext_image.argv, zygote.given(environment), maxtext_image.workdir)
-        yield driver
-        driver.end()
+        yield zygote
         zygote.end()
+
+
+@pytest.fixture(scope="session")
+def image_driver(cloud: Any, maxtext_image: Process, maxtext_zygote: Zygote) -> Iterator[Driver]:
+    """Starts the container. The stages that MaxText's interpreter runs are forked."""
+    driver = Driver(cloud, maxtext_image.argv, maxtext_zygote.given(maxtext_image.env), maxtext_image.workdir)
+    yield driver
+    driver.end()
 
 
 @pytest.fixture

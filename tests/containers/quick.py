@@ -13,11 +13,13 @@ from .zygote.sitecustomize import SOCKET
 DIRECTORY = Path(__file__).parent / "zygote"
 IMPORTS = ROOT / "containers" / "train_maxtext" / "imports.py"
 TRAIN = "maxtext.trainers.post_train.sft.train_sft"
-MAXTEXT = ("jax", TRAIN, "google.cloud.storage")
-# Ray's modules import these. A worker imports Ray itself, because Ray reads the worker's variables at its import.
-RAY = (
-    *("colorful", "grpc.aio", "jsonschema", "pandas", "pyarrow.dataset", "uvloop", "yaml"),
-    *("google.cloud.storage", "jax.experimental.multihost_utils", TRAIN),
+# What MaxText's stages and Ray's programs and workers import. They import Ray itself, which then reads the variables of
+# its process, such as the job of a worker.
+MAXTEXT = (
+    *("aiohttp_cors", "click", "colorful", "fastapi", "grpc.aio", "jsonschema", "pandas", "prometheus_client"),
+    *("opencensus.stats", "opentelemetry.exporter.prometheus", "opentelemetry.sdk.trace.export", "pyarrow.dataset"),
+    *("pydantic", "requests", "uvicorn", "uvloop", "yaml", "google.cloud.storage", "jax", TRAIN),
+    *("jax.experimental.multihost_utils", "transformers.models.auto.tokenization_auto"),
 )
 # The server imports the first; the engine, which it forks, the second.
 VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_model_runner")

@@ -24,7 +24,6 @@ import pytest
 from tests.patience import TRAIN_SECONDS
 
 from containers.train_maxtext.work import Work
-from containers.train_ray.train import worker_environment
 from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge.spec import JobSpec
 from dropforge_local import shims
@@ -42,7 +41,7 @@ from ..maxtext import (
     wait_for_step,
 )
 from ..names import ROOT, RUN_KEY, RUNS
-from ..quick import RAY, Zygote
+from ..quick import Zygote
 
 pytestmark = pytest.mark.slow
 
@@ -55,21 +54,15 @@ LOSS_TOLERANCE = 1e-4
 class Cluster:
     """A Ray head and its hosts: processes of this machine, each in a session of its own."""
 
-    def __init__(self, directory: Path, image: Process, maxtext: Path) -> None:
+    def __init__(self, directory: Path, image: Process, zygote: Zygote) -> None:
         self.directory = directory  # short: Ray's sockets are below it, and the path of a socket has at most 107 bytes
         self.image = image
         self.token = uuid.uuid4().hex
         self.head = f"127.0.0.1:{free_port()}"
-        self.zygote = self._zygote(maxtext)
+        self.zygote = zygote  # it forks Ray's programs and workers: 30 workers in this test, of which six train
         self.starts: list[Callable[[], subprocess.Popen[bytes]]] = []
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.agents: list[int] = []
-
-    def _zygote(self, maxtext: Path) -> Zygote:
-        """Ray's workers are forked (quick.py): 30 in this test, of which six train."""
-        environment = shims.ray_environment({**self.environment(), "PYTHONPATH": ""}, {}, self.head)
-        environment |= worker_environment(tpu=False)
-        return Zygote(maxtext / "bin" / "python", self.directory / "zygote", environment, RAY)
 
     def start(self) -> None:
         self.add("--head", {6379: int(self.head.split(":")[1]), 8265: free_port(), 10001: free_port()})
@@ -104,6 +97,7 @@ class Cluster:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
         # Ray starts workers with niceness 15: beside another worker of pytest they would hardly train.
         own["RAY_worker_niceness"] = "0"
+        own["RAY_enable_pipe_based_agent_to_parent_health_check"] = "1"  # the parent of a forked agent is the zygote
         return {**self.image.env, **QUICK_XLA, **own, "PATH": path}
 
     def wait(self) -> None:
@@ -121,10 +115,10 @@ class Cluster:
         return [worker for worker in self.processes() if any("RayTrainWorker" in word for word in worker.cmdline())]
 
     def processes(self) -> list[psutil.Process]:
-        processes: list[psutil.Process] = []
-        for pid in (*(node.pid for node in self.nodes), self.zygote.pid):
+        processes = psutil.Process(self.zygote.pid).children(recursive=True)
+        for node in self.nodes:
             with suppress(psutil.NoSuchProcess):
-                processes += [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+                processes += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
         return processes
 
     def listens_on(self) -> set[str]:
@@ -142,7 +136,6 @@ class Cluster:
                 process.kill()
         for node in self.nodes:
             node.wait()
-        self.zygote.end()
 
 
 def healthy(port: int) -> bool:
@@ -160,12 +153,12 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(maxtext_zygote: Zygote, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("ray")
     image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
     own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
     with tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True) as short:
-        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own), maxtext_environment)
+        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own), maxtext_zygote)
         try:
             cluster.start()
             yield cluster

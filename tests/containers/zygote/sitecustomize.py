@@ -1,7 +1,7 @@
 """Python imports this at start where its directory is on PYTHONPATH: it lets a zygote start the programs that import
 MaxText, Ray or vLLM (see zygote.py).
 
-A start of such a program takes 2 to 8 s of processor time for its imports, which is more than most of them compute. The
+A start of such a program takes 1 to 8 s of processor time for its imports, which is more than most of them compute. The
 interpreter that was to run the program stays: it passes signals on, and ends as the program does. The program ends with
 this interpreter. Every other program starts as usual.
 """
@@ -18,10 +18,14 @@ from typing import NoReturn
 
 SOCKET = "DROPFORGE_TEST_ZYGOTE"
 MESSAGE_BYTES = 1 << 17
-MODULES = tuple(f"containers.{name}" for name in ("train_maxtext.train", "train_maxtext.import_hf",
-                                                  "train_maxtext.export_hf", "train_ray.train"))  # fmt: skip
-VLLM = "vllm_cpu.py"
+STAGES = ("prepare", "import_hf", "train", "verify", "export_hf", "publish")
+MODULES = (*(f"containers.train_maxtext.{stage}" for stage in STAGES), "containers.train_ray.train")
+VLLM = "/vllm_cpu.py"
 RAY_WORKER = "setup_worker.py"  # it applies the environment of its last option, and runs the script that it names
+RAY_PROGRAMS = (
+    *("/bin/ray", "/ray/dashboard/agent.py", "/ray/dashboard/dashboard.py", "/ray/_private/log_monitor.py"),
+    *("/ray/_private/runtime_env/agent/main.py", f"/{RAY_WORKER}"),
+)
 
 
 def program(command: Sequence[str]) -> list[str]:
@@ -31,7 +35,7 @@ def program(command: Sequence[str]) -> list[str]:
         del words[0]
     if words[:1] == ["-m"] and words[1] in MODULES:
         return words
-    return words if words and os.path.basename(words[0]) in (VLLM, RAY_WORKER) else []
+    return words if words and words[0].endswith((*RAY_PROGRAMS, VLLM)) else []
 
 
 def ray_worker(words: Sequence[str], environment: dict[str, str]) -> list[str]:
@@ -80,8 +84,8 @@ def stand_for(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 def start() -> None:
     environment = dict(os.environ)
     if SOCKET in environment and (words := program(sys.orig_argv)):
-        is_ray_worker = os.path.basename(words[0]) == RAY_WORKER
-        stand_for(ray_worker(words, environment) if is_ray_worker else words, environment)
+        is_worker = os.path.basename(words[0]) == RAY_WORKER
+        stand_for(ray_worker(words, environment) if is_worker else words, environment)
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec(__name__, [path for path in sys.path if os.path.abspath(path) != here])
     if spec is not None and spec.loader is not None:

@@ -21,10 +21,12 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,6 +99,7 @@ def become(
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # the zygote's
     threading.Thread(target=end_with, args=(asking,), daemon=True).start()
     if platforms := os.environ.get("JAX_PLATFORMS"):
         sys.modules["jax"].config.update("jax_platforms", platforms)  # JAX read the zygote's variables
@@ -106,11 +109,11 @@ def become(
     sys.path[:] = [*([] if request["is_safe"] else [first]), *filter(None, paths), *base]
     code: Any = 0
     try:
+        sys.argv = list(words[1:] if words[0] == "-m" else words)
+        customise()
         if words[0] == "-m":
-            sys.argv = list(words[1:])
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = list(words)
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
@@ -122,6 +125,20 @@ def become(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def customise() -> None:
+    """Run the other sitecustomize of PYTHONPATH, as the interpreter would have done: the local stack's, on Ray's nodes.
+
+    Its finder patches modules once they are loaded. Here some are loaded already, and nothing has used them yet.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    for patches in [finder.patches for finder in sys.meta_path if hasattr(finder, "patches")]:
+        for name in patches.keys() & sys.modules.keys():
+            patches.pop(name)(sys.modules[name])
 
 
 def end_with(asking: socket.socket) -> None:
