@@ -224,9 +224,10 @@ class TestKubectl:
         assert done.stdout.strip() == "100000"
 
     def test_a_terminal(self, kubectl: Kubectl, pod: str) -> None:
-        """kubectl has a terminal itself, which `script` makes."""
+        """kubectl has a terminal itself, which `script` makes. The pod learns the size while the command runs."""
+        size = "until stty size | grep -v '^0 0'; do sleep 0.1; done"
         done = subprocess.run(
-            ["script", "-qec", f"stty rows 33 cols 77; kubectl exec -it {pod} -- sh -c 'tty; stty size'", "/dev/null"],
+            ["script", "-qec", f"stty rows 33 cols 77; kubectl exec -it {pod} -- sh -c \"tty; {size}\"", "/dev/null"],
             env=kubectl.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=PATIENCE_SECONDS, check=True,
         )  # fmt: skip
