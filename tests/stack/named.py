@@ -158,9 +158,9 @@ class Named:
     def answer(self) -> str:
         """Ask once; return the cloud's name of the revision that has answered."""
         messages: Any = [{"role": "user", "content": "Hello"}]
-        revision = self.client().chat.completions.create(model=self.name, messages=messages).system_fingerprint
-        assert isinstance(revision, str)
-        return revision
+        found = self.client().chat.completions.create(model=self.name, messages=messages).system_fingerprint
+        assert found is not None
+        return found
 
     def retire(self) -> None:
         assert self.ended(self.ask(retire=self.name)).state is RolloutState.RETIRED
