@@ -13,8 +13,8 @@ from .zygote.sitecustomize import SOCKET
 DIRECTORY = Path(__file__).parent / "zygote"
 IMPORTS = ROOT / "containers" / "train_maxtext" / "imports.py"
 TRAIN = "maxtext.trainers.post_train.sft.train_sft"
-# What MaxText's stages and Ray's programs and workers import. They import Ray itself, which then reads the variables of
-# its process, such as the job of a worker.
+# MaxText's stages, Ray's programs and Ray's workers import these modules. Ray itself is not among them: at its import,
+# Ray reads the variables of its process, such as the job of a worker.
 MAXTEXT = (
     *("aiohttp_cors", "click", "colorful", "fastapi", "grpc.aio", "jsonschema", "pandas", "prometheus_client"),
     *("opencensus.stats", "opentelemetry.exporter.prometheus", "opentelemetry.sdk.trace.export", "pyarrow.dataset"),

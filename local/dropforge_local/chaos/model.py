@@ -71,9 +71,11 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 
 
 class Change(NamedTuple):
-    """What a transition leads to: what the code can see of the state after it, and what it added to the rest.
+    """The result of a transition, as `State.after` needs it.
 
-    `deaths` has, for each effect, the first effect before which a death leads to the same: nothing changed between.
+    The code can read the first four fields of the next state. `taken` is the mail that the transition acknowledged, and
+    `published` are the ids of its run events. `deaths` has a number for each effect of the transition: a death before
+    the effect with this number has the same result, because nothing durable changed between the two effects.
     """
 
     objects: tuple[tuple[str, bytes], ...]
@@ -119,7 +121,7 @@ class State(NamedTuple):
 
     @property
     def seen(self) -> State:
-        """The state without what no code reads: from states that differ only in this, a step leads to the same."""
+        """This state without the fields that no code reads. A step has one result for all states with one `seen`."""
         return self._replace(mail=(), announced=frozenset(), faults=0, is_cancelled=False)
 
     def after(self, change: Change, fault: bool) -> State:
@@ -221,7 +223,7 @@ class Stage(World):
         return True
 
     def change(self) -> Change:
-        """What this transition leads to."""
+        """The result of this transition, after all that it had started."""
         while self.soon:
             self.soon.pop(0)()
         return Change(
@@ -361,28 +363,29 @@ class Explorer:
         for step in steps(state):
             if step.fault and state.faults >= self.faults:
                 continue
-            change = self._change(step, state, None)
+            change = self.change(step, state, None)
             yield step.name, state.after(change, step.fault), step.fault
             if state.faults + step.fault >= self.faults:
                 continue
             for at, first in enumerate(change.deaths[:MOST_EFFECTS], 1):
-                died = self._change(step, state, first)
+                died = self.change(step, state, first)
                 yield f"{step.name}, killed at effect {at}", state.after(died, True), True
 
-    def _change(self, step: Step, state: State, kill_at: int | None) -> Change:
-        """What a step leads to. It is taken once from all states that look the same to the code."""
+    def change(self, step: Step, state: State, kill_at: int | None) -> Change:
+        """The result of a step, which is taken only once for all states with one `seen`."""
         key = step.name, kill_at, state.seen
         if key not in self.changes:
-            self.changes[key] = self._take(step, key[2], kill_at).change()
+            self.changes[key] = self.take(step, state.seen, kill_at)
         return self.changes[key]
 
-    def _take(self, step: Step, state: State, kill_at: int | None) -> Stage:
+    def take(self, step: Step, state: State, kill_at: int | None) -> Change:
+        """Take a step. The called function dies before the effect with the number `kill_at`."""
         stage = Stage(state, self.waits, self.main, kill_at)
         target: Any = ModelTarget(stage)
         platforms = Platforms(lambda _: target, lambda _: target, lambda _: target, lambda: [target, target])
         give_context(stage.main, context_of(stage, _clients(stage), SETTINGS, platforms))
         step.take(stage)
-        return stage
+        return stage.change()
 
     def _hopeless(self) -> list[State]:
         """States from which no good end can be reached without further faults."""

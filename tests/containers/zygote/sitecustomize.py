@@ -20,11 +20,10 @@ SOCKET = "DROPFORGE_TEST_ZYGOTE"
 MESSAGE_BYTES = 1 << 17
 STAGES = ("prepare", "import_hf", "train", "verify", "export_hf", "publish")
 MODULES = (*(f"containers.train_maxtext.{stage}" for stage in STAGES), "containers.train_ray.train")
-VLLM = "/vllm_cpu.py"
-RAY_WORKER = "setup_worker.py"  # it applies the environment of its last option, and runs the script that it names
-RAY_PROGRAMS = (
+RAY_WORKER = "/setup_worker.py"  # it applies the environment of its last option, and runs the script that it names
+PROGRAMS = (
     *("/bin/ray", "/ray/dashboard/agent.py", "/ray/dashboard/dashboard.py", "/ray/_private/log_monitor.py"),
-    *("/ray/_private/runtime_env/agent/main.py", f"/{RAY_WORKER}"),
+    *("/ray/_private/runtime_env/agent/main.py", RAY_WORKER, "/vllm_cpu.py"),
 )
 
 
@@ -35,7 +34,7 @@ def program(command: Sequence[str]) -> list[str]:
         del words[0]
     if words[:1] == ["-m"] and words[1] in MODULES:
         return words
-    return words if words and words[0].endswith((*RAY_PROGRAMS, VLLM)) else []
+    return words if words and words[0].endswith(PROGRAMS) else []
 
 
 def ray_worker(words: Sequence[str], environment: dict[str, str]) -> list[str]:
@@ -84,8 +83,7 @@ def stand_for(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 def start() -> None:
     environment = dict(os.environ)
     if SOCKET in environment and (words := program(sys.orig_argv)):
-        is_worker = os.path.basename(words[0]) == RAY_WORKER
-        stand_for(ray_worker(words, environment) if is_worker else words, environment)
+        stand_for(ray_worker(words, environment) if words[0].endswith(RAY_WORKER) else words, environment)
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec(__name__, [path for path in sys.path if os.path.abspath(path) != here])
     if spec is not None and spec.loader is not None:

@@ -26,7 +26,6 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,14 +127,13 @@ def become(
 
 
 def customise() -> None:
-    """Run the other sitecustomize of PYTHONPATH, as the interpreter would have done: the local stack's, on Ray's nodes.
+    """Import sitecustomize, as an interpreter does at its start.
 
-    Its finder patches modules once they are loaded. Here some are loaded already, and nothing has used them yet.
+    The one beside this file finds no program to fork and runs the next of the path: the local stack's, on Ray's nodes.
+    That one's finder patches modules once they are loaded. Here some are loaded already, and nothing has used them yet.
     """
-    here = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sys.modules.pop("sitecustomize", None)  # the zygote's
+    importlib.import_module("sitecustomize")
     for patches in [finder.patches for finder in sys.meta_path if hasattr(finder, "patches")]:
         for name in patches.keys() & sys.modules.keys():
             patches.pop(name)(sys.modules[name])
