@@ -11,6 +11,7 @@ SPEC ?= examples/local/cloud_run.json
 SERVE ?= transformers
 TARGET ?= cloud_run
 COUNT ?= 100000
+SUITE := $(BIN)/python -P tools/suite.py --numprocesses 5 --dist loadfile --durations 30
 NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/gke tests/platforms/ray tests/platforms/tpu_vm \
 	tests/contract tests/mutants tests/chaos/test_endpoints.py tests/chaos/test_focus.py tests/chaos/test_seeds.py
 
@@ -35,8 +36,14 @@ vllm: $(STAMP) ## create build/vllm, the environment of vLLM's CPU build, if it 
 demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model (SERVE=vllm: by vLLM; AGAIN=1: two models behind one URL)
 	@$(BIN)/dropforge demo --serve $(SERVE) $(if $(AGAIN),--again) $(SPEC)
 
-test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --durations 30
+test: $(STAMP) ## the test suite, without the tests that need MaxText, Ray or vLLM
+	@$(SUITE) -m "not engines"
+
+test-engines: $(STAMP) ## the tests that need MaxText and Ray (Python 3.12), or vLLM
+	@$(SUITE) -m engines
+
+test-all: $(STAMP) ## both, in one run
+	@$(SUITE)
 
 test-fast: $(STAMP) ## the tests that start no stack, no emulator, no machine and no training (a minute)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(NOT_FAST:%=--ignore=%)
@@ -111,4 +118,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash rollouts fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean
+.PHONY: help setup maxtext vllm demo test test-engines test-all test-fast check format schemas bench crash rollouts fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean

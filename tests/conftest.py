@@ -34,6 +34,7 @@ TOOLS = {  # by the fixture
     "vllm_environment": "vllm_env.py",
     "docs_environment": "docs_env.py",
 }
+ENGINES = {"maxtext_environment", "vllm_environment"}  # a test that needs one belongs to `make test-engines`
 
 # Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +68,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ENGINES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("engines")
 
 
 @pytest.hookimpl

@@ -1,4 +1,4 @@
-"""How `make test` divides the suite between five workers on two cores.
+"""How `make test-all` divides the suite between five workers on two cores.
 
 Training alone keeps one core busy or both; a stack mostly waits. So there are three kinds of workers. One worker takes
 the files that compute, in order. Three workers take the long files that wait, the longest first. The last worker takes

@@ -14,5 +14,5 @@ def untested_targets(reasons: Iterable[str]) -> str | None:
     if not missed:
         return None
     targets = " and ".join(TARGETS)
-    mend = "install Python 3.12 (as python3.12 in PATH, or with `pyenv install 3.12`) and run `make test` again"
+    mend = "install Python 3.12 (as python3.12 in PATH, or with `pyenv install 3.12`) and run `make test-engines` again"
     return f"NOT TESTED: training on the targets {targets} (skipped tests: {missed}); {mend}"

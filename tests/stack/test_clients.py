@@ -197,7 +197,9 @@ VARIABLES = {"ray": ray_variables, "openai": openai_variables}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("client", ["gcloud", "gsutil", "kubectl", "ray", "openai"])
+@pytest.mark.parametrize(
+    "client", ["gcloud", "gsutil", "kubectl", pytest.param("ray", marks=pytest.mark.engines), "openai"]
+)
 def test_the_commands_of_the_page_work(user: User, tmp_path: Path, client: str, request: pytest.FixtureRequest) -> None:
     """In bash, as a user types them. The commands of one client in the table's order, as they build on each other."""
     path = Path(sys.executable).parent

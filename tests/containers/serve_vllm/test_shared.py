@@ -66,9 +66,13 @@ def committed(cloud: Any) -> dict[str, Manifest]:
 
 VLLM = pytest.param(
     "vllm",
-    marks=pytest.mark.skipif(
-        not os.environ.get("DROPFORGE_TEST_FAMILIES"), reason="another minute; set DROPFORGE_TEST_FAMILIES=1 to run it"
-    ),
+    marks=[
+        pytest.mark.engines,
+        pytest.mark.skipif(
+            not os.environ.get("DROPFORGE_TEST_FAMILIES"),
+            reason="another minute; set DROPFORGE_TEST_FAMILIES=1 to run it",
+        ),
+    ],
 )
 
 

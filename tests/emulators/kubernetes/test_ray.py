@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = ROOT / "build" / "maxtext"
 RAY = ENVIRONMENT / "bin" / "ray"
 REAL, NOOP, NO_WGET = "train-ray-test", "ray-noop", "ray-without-wget"
+WITH_RAY = pytest.param(REAL, marks=pytest.mark.engines)
 TPU = "google.com/tpu"
 WAIT_SECONDS = 600.0
 # What a client of Ray says whose server did not start, or ended at its start (psutil: a race of Ray's).
@@ -199,9 +200,9 @@ def until(read: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     return value
 
 
-@pytest.fixture
-def image() -> str:
-    return REAL
+@pytest.fixture(params=[WITH_RAY])
+def image(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
@@ -273,7 +274,7 @@ def from_outside(ray: Ray, name: str, *command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("image", [REAL, NOOP])  # Ray, and the replacement that other tests use
+@pytest.mark.parametrize("image", [WITH_RAY, NOOP])  # Ray, and the replacement that other tests use
 def test_failed_driver_killed_head_and_stopped_job(ray: Ray) -> None:
     if ray.image == NOOP:  # a cluster of Ray takes 20 s: its failed driver is in the test of the older operators
         name = ray.create("exit", "65")
@@ -317,7 +318,13 @@ def assert_driver_failed(ray: Ray, name: str) -> None:
 @pytest.mark.slow
 @needs_wget
 @pytest.mark.parametrize(
-    ("kuberay", "image", "code"), [("1.4", REAL, "65"), ("1.4", NOOP, "0"), ("1.5", NOOP, "0"), ("1.6", NOOP, "0")]
+    ("kuberay", "image", "code"),
+    [
+        pytest.param("1.4", REAL, "65", marks=pytest.mark.engines),
+        ("1.4", NOOP, "0"),
+        ("1.5", NOOP, "0"),
+        ("1.6", NOOP, "0"),
+    ],
 )
 def test_older_operators_run_a_job_too(ray: Ray, kuberay: str, code: str) -> None:
     """The test of a whole slice above runs under the newest. 1.4 drops authOptions, so its Ray demands no token."""
