@@ -31,6 +31,7 @@ COMPUTE = (
     "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/train_trl/test_same_class.py",
     "tests/cli/test_real_demo.py",
+    "tests/cli/test_readme_demos.py",
     "tests/containers/test_seal.py",
     "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/common/test_chat.py",
