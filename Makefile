@@ -11,6 +11,7 @@ SPEC ?= examples/local/cloud_run.json
 SERVE ?= transformers
 TARGET ?= cloud_run
 COUNT ?= 100000
+FIRST ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2> /dev/null || echo 0))
 SUITE := $(BIN)/python -P tools/suite.py --numprocesses 5 --dist loadfile --durations 30
 NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/gke tests/platforms/ray tests/platforms/tpu_vm \
 	tests/contract tests/mutants tests/chaos/test_endpoints.py tests/chaos/test_focus.py tests/chaos/test_seeds.py
@@ -77,6 +78,10 @@ rollouts: $(STAMP) ## 50 rollouts and 20 rollbacks of a named endpoint under loa
 mutants: $(STAMP) ## judge every mutant of the catalogue (an hour on two idle cores); see docs/mutants.md
 	@$(BIN)/python -m tests.mutants --lanes 2
 
+seeds: $(STAMP) ## simulations with new seeds for each commit (300 and 264 focused; two minutes); prints how to replay a broken one
+	@$(BIN)/dropforge chaos --seeds 300 --first $(FIRST)
+	@$(BIN)/dropforge chaos --focused --seeds 264 --first $(FIRST)
+
 fuzz: $(STAMP) ## give COUNT random inputs (100,000) to the functions (some minutes)
 	@$(BIN)/python -m tests.fuzz --count $(COUNT)
 
@@ -118,4 +123,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-engines test-all test-fast check format schemas bench crash rollouts fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean
+.PHONY: help setup maxtext vllm demo test test-engines test-all test-fast check format schemas bench crash rollouts seeds fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean
