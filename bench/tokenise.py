@@ -24,8 +24,8 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # of the processes
     from containers.common import chat
-    from containers.common.rows import Row
     from containers.common.tokenise import Tokeniser, cores, load, save
+    from dropforge.rows import Row
     from dropforge_local import tiny
 
     rows = [

@@ -1,4 +1,7 @@
-"""Write the permissions table of docs/security.md from terraform/permissions.yaml; `--check` fails when it differs."""
+"""Write the tables that are made from data: `--check` fails when a page differs.
+
+docs/security.md: permissions, from terraform/permissions.yaml. docs/data-formats.md: forms of rows, from their readers.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,33 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import row_forms
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "security.md"
-TABLE = re.compile(r"(<!-- permissions: made by `make tables` -->\n).*?(<!-- end -->)", re.S)
+TABLE = r"(<!-- {name}: made by `make tables` -->\n).*?(<!-- end -->)"
 
 
 def main(argv: list[str]) -> int:
-    text = PAGE.read_text()
-    new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
-    if "--check" not in argv:
-        PAGE.write_text(new)
-        return 0
-    if new == text:
-        return 0
-    print("docs/security.md differs from terraform/permissions.yaml; run `make tables`", file=sys.stderr)
-    return 1
+    made = {
+        ("security.md", "permissions"): table(),
+        ("data-formats.md", "forms"): row_forms.table(),
+    }
+    different = [page for (page, name), text in made.items() if not write(page, name, text, check="--check" in argv)]
+    for page in different:
+        print(f"docs/{page} has an old table; run `make tables`", file=sys.stderr)
+    return 1 if different else 0
+
+
+def write(page: str, name: str, text: str, *, check: bool) -> bool:
+    """Put the table into its page, or only compare; returns whether the page has the table."""
+    path = ROOT / "docs" / page
+    old = path.read_text()
+    new = re.sub(TABLE.format(name=name), lambda match: match[1] + text + match[2], old, flags=re.S)
+    if not check:
+        path.write_text(new)
+    return new == old or not check
 
 
 def table() -> str:

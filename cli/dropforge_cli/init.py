@@ -17,10 +17,11 @@ import click
 
 from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import platform_of, targets
-from dropforge.spec import registry
-from dropforge.spec.templates import FORMS, MAX_CSV_FIELD
+from dropforge.rows import UnsupportedRow, form_of
+from dropforge.rows.sample import separator_of
+from dropforge.spec import Dataset, registry
+from dropforge.spec.templates import MAX_CSV_FIELD, is_column
 
-from .columns import separator_of
 from .deployment import Deployment, find
 from .display import working
 from .options import state_option
@@ -35,6 +36,9 @@ GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
 FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
 ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
+# A table with one of these columns judges its answers, and not all of them are to be learnt.
+PREFERENCES = {"chosen", "rejected", "rejected_response", "preferred", "non_preferred", "preferred_output",
+               "non_preferred_output", "score", "rating", "reward"}  # fmt: skip
 NUMBERS = ("id", "idx", "index", "uuid", "row")  # columns that no prompt needs
 # The tiny models of the local stack learn only with settings of their own (examples/local/).
 TINY = "gs://local-data/tiny-"
@@ -61,6 +65,7 @@ class Data(NamedTuple):
 @click.option("--target", type=click.Choice(list(registry.PLATFORMS)), help="Where to train.")
 @click.option("--model", metavar="SOURCE", help="The base model: an id of the Hugging Face Hub, or gs://….")
 @click.option("--data", metavar="SOURCE", help="A local .csv, .jsonl or .json file, an id of the Hub, or gs://….")
+@click.option("--answer", metavar="COLUMN", help="The column of a local file that has the answers to learn.")
 @click.option("--serve/--no-serve", default=None, help="Whether to serve the trained model.")
 @click.option("--bucket", metavar="BUCKET", help="Where a local file will be: `dropforge put` copies it there.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
@@ -70,6 +75,7 @@ def init(
     target: str | None,
     model: str | None,
     data: str | None,
+    answer: str | None,
     serve: bool | None,
     bucket: str | None,
     force: bool,
@@ -84,7 +90,7 @@ def init(
     data = _asked("Data (a local file, an id of the Hub, or gs://…)", data, _usual_data(deployment))
     if serve is None:
         serve = click.confirm("Serve the model", default=True, err=True) if sys.stdin.isatty() else True
-    read = read_data(data, bucket or _usual_bucket(deployment))
+    read = read_data(data, bucket or _usual_bucket(deployment), answer)
     document = _document(target, model, read, serve)
     _write(file, document, deployment)
     echo(str(file))
@@ -119,17 +125,17 @@ def _usual_bucket(deployment: Deployment | None) -> str:
     return deployment.settings.data_buckets.split(",")[0] or f"{deployment.settings.project}-data"
 
 
-def read_data(source: str, bucket: str) -> Data:
+def read_data(source: str, bucket: str, answer: str | None = None) -> Data:
     """Return the data set. A local file is looked at; of another source only the examples' columns are known."""
     path = Path(source)
     if not source.startswith("gs://") and (path.suffix in FILE_SUFFIXES or path.exists()):
-        return _read_file(path, bucket)
+        return _read_file(path, bucket, answer)
     if source in ("b-mc2/sql-create-context", "gs://local-data/text-to-sql.jsonl"):
         return Data(source, 0, {"prompt": "Question: {question}\nContext: {context}", "completion": "{answer}"})
     return Data(source)
 
 
-def _read_file(path: Path, bucket: str) -> Data:
+def _read_file(path: Path, bucket: str, answer: str | None) -> Data:
     uri, number, first = f"gs://{bucket}/{path.name}", 0, None
     _check_format(path)
     try:
@@ -150,7 +156,7 @@ def _read_file(path: Path, bucket: str) -> Data:
     if first is None or number < ENOUGH_ROWS:
         count = "no row" if first is None else "1 row" if number == 1 else f"{number} rows"
         raise CliError(f"{path} has {count} of data; expected at least {ENOUGH_ROWS}", FORMATS_HINT)
-    return Data(uri, number, columns_of(first, path))
+    return Data(uri, number, columns_of(first, path, answer))
 
 
 def _check_format(path: Path) -> None:
@@ -172,26 +178,40 @@ def _unreadable(path: Path, error: OSError) -> CliError:
     return CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a Hub id or gs://…")
 
 
-def columns_of(row: Mapping[str, Any], path: Path) -> dict[str, str] | None:
+def columns_of(row: Mapping[str, Any], path: Path, answer: str | None = None) -> dict[str, str] | None:
     """Return templates for the columns of a row; None if its form needs none. Raises CliError.
 
-    The answer is the column with the most usual name, else the last one; the other columns make the prompt.
+    The answer is the column that `answer` names, or whose name says so; in a terminal, the user is asked. No other
+    column is taken for an answer: in a table of preferences, that could teach the rejected answers.
     """
-    if any(all(name in row for name in names) for names in FORMS.values()):
-        return None
-    names = [name for name in row if name is not None and name.lower() not in NUMBERS]
+    try:
+        form_of(list(row), Dataset(source="gs://my-data/rows.jsonl"))
+    except UnsupportedRow as problem:
+        if answer is None and PREFERENCES & {str(name).lower() for name in row}:
+            raise CliError(f"{path} has {problem}", problem.hint) from None
+    else:
+        if answer is None:
+            return None
     if mark := separator_of([*row]):
         message = f"the columns of {path} are separated by {mark!r}; expected commas"
         raise CliError(message, "save it again with commas; docs/data-formats.md shows each format")
-    if unfit := next((name for name in names if not name.isidentifier()), None):
+    names = [name for name in row if name is not None and name.lower() not in NUMBERS]
+    if unfit := next((name for name in names if not is_column(name)), None):
         raise CliError(
-            f"the column {unfit!r} of {path} cannot be in a template; expected letters, digits and _",
+            f"the column {unfit!r} of {path} cannot be in a template; expected no braces, brackets, : and !",
             "rename the column; docs/data-formats.md shows each format",
         )
+    told = f"{path} has the columns {', '.join(names) or '(none)'}"
     if len(names) < 2:
-        raise CliError(f"{path} has the columns {', '.join(names) or '(none)'}; expected a question and an answer")
+        raise CliError(f"{told}; expected a question and an answer")
     by_name = {name.lower(): name for name in names}
-    answer = next((by_name[name] for name in ANSWERS if name in by_name), names[-1])
+    answer = answer or next((by_name[name] for name in ANSWERS if name in by_name), None)
+    if answer is None and sys.stdin.isatty():
+        answer = str(click.prompt("Column of the answers", type=click.Choice(names), err=True))
+    if answer is None:
+        raise CliError(f"{told}; no name says which has the answers", f"say it: --answer {shlex.quote(names[-1])}")
+    if answer not in names:
+        raise CliError(f"--answer names {answer!r}; {told}", "name one of the columns")
     asked = [name for name in names if name != answer]
     titled = [f"{name.replace('_', ' ').capitalize()}: {{{name}}}" for name in asked]
     return {"prompt": "\n".join(titled) if len(asked) > 1 else f"{{{asked[0]}}}", "completion": f"{{{answer}}}"}

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from dropforge.rows import Message, Row, UnsupportedRow, UnusableRow
+from dropforge.rows.conversation import THOUGHTS as THOUGHT_FIELDS
+from dropforge.rows.conversation import Tool
+
 from .errors import config_error, data_error, place_of
-from .rows import Message, Row
+from .rows import check_problems
 from .token_rows import Ints, TokenRows
 
 MIN_MEAN_TOKENS = 8
 MEAN_ROWS = 2048  # the rows are shuffled: the mean of the first ones is the mean of all
 MAX_TRUNCATED = 0.25  # share of the rows
+FEW_ROWS = 20  # a share of fewer rows says nothing about the data set: they may be the few that are held out
 
 # For base models without a template: each turn on its own lines; the end-of-sequence token ends an answer. The template
 # is exported with the model, so that chat completions render prompts exactly as the training rows did.
@@ -31,19 +36,29 @@ THOUGHTS = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and labels (-100: no loss) of the rows; `truncated` and `dropped` count the rows that did not fit."""
+    """Token ids and labels (-100: no loss) of the sequences that the rows make; `rows` are the places of their rows.
+
+    A conversation makes a sequence for each answer if the chat template renders earlier turns in another way.
+    `truncated` counts the sequences that did not fit, `dropped` the rows of which nothing is left to learn. `refused`
+    are the places of the rows among them that have no token ids. `given` and `learnt` count the answers of the rows,
+    and those that are learnt whole.
+    """
 
     input_ids: TokenRows
     labels: TokenRows
     truncated: int = 0
     dropped: int = 0
+    rows: Ints = field(default_factory=lambda: np.empty(0, np.int32), compare=False)
+    refused: tuple[int, ...] = ()
+    given: int = 0
+    learnt: int = 0
 
     @classmethod
     def of(cls, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Encoded:
         return cls(TokenRows.of(ids), TokenRows.of(labels))
 
     def __getitem__(self, chosen: slice) -> Encoded:
-        return Encoded(self.input_ids[chosen], self.labels[chosen])
+        return Encoded(self.input_ids[chosen], self.labels[chosen], rows=self.rows[chosen])
 
     @property
     def lengths(self) -> list[int]:
@@ -52,11 +67,29 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows, one after another, each cut at the greatest length. `lengths` are the rows' before the cut."""
+    """The sequences of some rows, one after another, each cut at the greatest length.
+
+    `lengths` are those before the cut, `rows` the places of the rows in the chunk. `problems` are the rows that cannot
+    be trained on, by place. `count` is the number of rows; `given` and `learnt` count answers, as in Encoded.
+    """
 
     ids: Ints
     labels: Ints
     lengths: Ints
+    rows: Ints
+    problems: dict[int, str]
+    count: int
+    given: int
+    learnt: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """The token ids and labels of a sequence, and the ends of its answers, counted from its start."""
+
+    ids: list[int]
+    labels: list[int]
+    ends: list[int]
 
 
 def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
@@ -94,9 +127,13 @@ def end_of_turn(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def render(tokenizer: Any, messages: Sequence[Message], *, for_answer: bool = False) -> str:
+def render(tokenizer: Any, messages: Sequence[Message], *, for_answer: bool = False, tools: Sequence[Tool] = ()) -> str:
     """Messages as text; with `for_answer`, up to the start of the assistant's next answer."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=for_answer))
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=for_answer
+        )
+    )
 
 
 def visible_answer(text: str) -> str:
@@ -104,9 +141,23 @@ def visible_answer(text: str) -> str:
     return THOUGHTS.sub("", text).strip()
 
 
-def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
     """The token ids that a serving engine makes of a chat request."""
-    return list(tokenizer(render(tokenizer, messages, for_answer=True), add_special_tokens=False)["input_ids"])
+    return _ids(tokenizer, render(tokenizer, messages, for_answer=True, tools=tools))
+
+
+def answer_of(tokenizer: Any, row: Row) -> str:
+    """The row's answer as the model writes it, with calls of tools in the template's form, and without thoughts."""
+    last = row.messages[-1]
+    if "tool_calls" not in last:
+        return visible_answer(last["content"])
+    asked = render(tokenizer, row.prompt, for_answer=True, tools=row.tools)
+    ids = _encode_answer(tokenizer, row, len(row.messages) - 1, asked, end_of_turn(tokenizer))
+    return visible_answer(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Encoded:
@@ -115,43 +166,76 @@ def encode(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) ->
 
 
 def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Chunk:
-    """The rows as token ids with labels. Raises JobError for a row that the chat template refuses."""
-    from jinja2 import TemplateError
+    """The rows as token ids with labels.
 
-    stop = end_of_turn(tokenizer)
-    encoded = []
-    for row in rows:
+    Raises JobError for a row of which the chat template would lose a part that means something.
+    """
+    special, stop = _special_tokens(tokenizer), end_of_turn(tokenizer)
+    sequences: list[tuple[int, Example]] = []
+    problems = {}
+    for place, row in enumerate(rows):
         try:
-            ids, labels = _encode_row(tokenizer, row, stop)
-        except TemplateError as error:
-            # A template's own words, such as "roles must alternate". Its other texts may quote the row.
-            words = str(error) if str(error) in str(tokenizer.chat_template) else place_of(error)
-            raise data_error(f"the model's chat template refuses row {row.number} of {source}: {words}") from None
-        encoded.append((ids[:max_length], labels[:max_length], len(ids)))
+            _check_special_tokens(row, special)
+            sequences += [(place, each) for each in _encode_row(tokenizer, row, stop)]
+        except UnsupportedRow as problem:
+            raise data_error(f"row {row.number} of {source} has {problem}", problem.hint) from None
+        except Exception as error:  # noqa: BLE001  (one odd row of a million does not end a run)
+            problems[place] = f"row {row.number}: {_told(error, tokenizer)}"
     return Chunk(
-        ids=_flat(ids for ids, _, _ in encoded),
-        labels=_flat(labels for _, labels, _ in encoded),
-        lengths=np.array([length for _, _, length in encoded], np.int32),
+        ids=_flat(each.ids[:max_length] for _, each in sequences),
+        labels=_flat(each.labels[:max_length] for _, each in sequences),
+        lengths=np.array([len(each.ids) for _, each in sequences], np.int32),
+        rows=np.array([place for place, _ in sequences], np.int32),
+        problems=problems,
+        count=len(rows),
+        given=sum(len(row.answers) or 1 for row in rows),
+        learnt=sum(end <= max_length for _, each in sequences for end in each.ends),
     )
 
 
+def _told(error: Exception, tokenizer: Any) -> str:
+    """What an error says of a row, without the row's text."""
+    from jinja2 import TemplateError
+
+    if isinstance(error, UnusableRow):
+        return str(error)
+    if isinstance(error, TemplateError):
+        # A template's own words, such as "roles must alternate". Its other texts may quote the row.
+        words = str(error) if str(error) in str(tokenizer.chat_template) else place_of(error)
+        return f"the model's chat template refuses it: {words}"
+    return place_of(error)
+
+
 def join(tokenizer: Any, rows: Sequence[Row], chunks: Sequence[Chunk], max_length: int, source: str) -> Encoded:
-    """All chunks of the rows, without the rows of which no answer is left. Raises JobError as `encode`."""
+    """All chunks of the rows, without the sequences of which no answer is left. Raises JobError as `encode`."""
+    firsts = np.cumsum([0, *(chunk.count for chunk in chunks)])
+    problems = {
+        first + place: told
+        for chunk, first in zip(chunks, firsts, strict=False)
+        for place, told in chunk.problems.items()
+    }
+    if len(rows) >= FEW_ROWS or len(problems) == len(rows):
+        check_problems(list(problems.values()), len(rows), source)
     lengths = np.concatenate([chunk.lengths for chunk in chunks])
     _check_lengths(tokenizer, rows, lengths, max_length, source)
     ids = np.concatenate([chunk.ids for chunk in chunks])
     labels = np.concatenate([chunk.labels for chunk in chunks])
+    places = np.concatenate([chunk.rows + first for chunk, first in zip(chunks, firsts, strict=False)]).astype(np.int32)
     starts = np.cumsum([0, *np.minimum(lengths, max_length)], dtype=np.int64)
     kept = np.logical_or.reduceat(labels != IGNORED, starts[:-1])
     if not kept.all():
         tokens = np.repeat(kept, np.diff(starts))
-        ids, labels = ids[tokens], labels[tokens]
+        ids, labels, places = ids[tokens], labels[tokens], places[kept]
         starts = np.cumsum([0, *np.diff(starts)[kept]], dtype=np.int64)
     return Encoded(
         input_ids=TokenRows(ids, starts),
         labels=TokenRows(labels, starts),
         truncated=int((lengths > max_length).sum()),
-        dropped=int((~kept).sum()),
+        dropped=len(rows) - len(np.unique(places)),
+        rows=places,
+        refused=tuple(map(int, problems)),
+        given=sum(chunk.given for chunk in chunks),
+        learnt=sum(chunk.learnt for chunk in chunks),
     )
 
 
@@ -159,43 +243,112 @@ def _flat(rows: Iterable[Sequence[int]]) -> Ints:
     return np.fromiter(chain.from_iterable(rows), np.int32)
 
 
-def _encode_row(tokenizer: Any, row: Row, stop: int) -> tuple[list[int], list[int]]:
-    if not row.messages:
-        ids = [*tokenizer(row.text)["input_ids"], stop]
-        ids = ids[:-1] if len(ids) > 1 and ids[-2] == stop else ids
-        return ids, list(ids)
-    return _encode_conversation(tokenizer, row, stop)
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches the tokens that end turns and texts: inside a message, they would end its turn."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    names = {*tokenizer.all_special_tokens, *added} - {""}
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
 
 
-def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> tuple[list[int], list[int]]:
-    """Labels exactly the assistant's answers, each with the token that ends it; muted answers have no label."""
-    messages = row.messages
+def _check_special_tokens(row: Row, special: re.Pattern[str]) -> None:
+    """Raise UnusableRow for a message with a special token, such as a prompt that was rendered already."""
+    for message in row.messages:
+        if found := special.search(message["content"]):
+            raise UnusableRow(
+                f"a message of the role {message['role']!r} has the model's special token {found[0]!r}; expected text "
+                "before the chat template (rendered rows go into the form `text`)"
+            )
+
+
+def _encode_row(tokenizer: Any, row: Row, stop: int) -> list[Example]:
+    if row.messages:
+        return _encode_conversation(tokenizer, row, stop)
+    ids = list(tokenizer(row.text)["input_ids"])
+    if ids[:1] == ids[1:2] == [tokenizer.bos_token_id]:
+        ids = ids[1:]  # the text had its first token already
+    ids = ids if ids[-1:] == [stop] else [*ids, stop]
+    return [Example(ids, list(ids), [len(ids)])]
+
+
+def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
+    """Labels exactly the assistant's answers, each with the token that ends it; muted answers have no label.
+
+    Each answer follows the prompt that serving makes. If the template renders earlier turns differently in that prompt
+    (Qwen 3 leaves out their thoughts), the answer begins a sequence of its own.
+    """
+    sequences: list[Example] = []
     ids: list[int] = []
     labels: list[int] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = encode_prompt(tokenizer, messages[:index])
+    ends: list[int] = []
+    for index in (at for at, message in enumerate(row.messages) if message["role"] == "assistant"):
+        if index in row.muted and not any(at > index for at in row.answers):
+            break
+        if not any(message["role"] in ("user", "tool") for message in row.messages[:index]):
+            continue  # a greeting: a part of the next prompt
+        asked = render(tokenizer, row.messages[:index], for_answer=True, tools=row.tools)
+        prompt = _ids(tokenizer, asked)
         if prompt[: len(ids)] != ids:
-            # The template renders earlier turns differently, e.g. without their thoughts: learn the last answer only.
-            ids, labels = [], []
+            if ends:
+                sequences.append(Example(ids, labels, ends))
+            ids, labels, ends = [], [], []
         labels += [IGNORED] * (len(prompt) - len(ids))
-        answer = _encode_answer(tokenizer, messages[: index + 1], prompt, stop)
+        answer = _encode_answer(tokenizer, row, index, asked, stop)
         ids = [*prompt, *answer]
         labels += [IGNORED] * len(answer) if index in row.muted else answer
-    return ids, labels
+        if index not in row.muted:
+            ends.append(len(ids))
+    return [*sequences, Example(ids, labels, ends)] if ends else sequences
 
 
-def _encode_answer(tokenizer: Any, messages: Sequence[Message], prompt: list[int], stop: int) -> list[int]:
-    whole = tokenizer(render(tokenizer, messages), add_special_tokens=False)["input_ids"]
-    if whole[: len(prompt)] == prompt:
-        answer = list(whole[len(prompt) :])
-    else:
-        # Tokens merge across the border. Training needs the prompt that serving makes, so encode the answer alone.
-        answer = list(tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"])
+def _encode_answer(tokenizer: Any, row: Row, index: int, asked: str, stop: int) -> list[int]:
+    """The token ids of the answer at `index`, which follows the text `asked`, with the token that ends it.
+
+    Raises UnusableRow and UnsupportedRow.
+    """
+    whole = render(tokenizer, row.messages[: index + 1], tools=row.tools)
+    text = whole.removeprefix(asked) if whole.startswith(asked) else row.messages[index]["content"]
+    if index not in row.muted:
+        _check_rendered(row, index, asked, text)
+    prompt, ids = _ids(tokenizer, asked), _ids(tokenizer, whole)
+    # Tokens may merge across the border. Training needs the prompt that serving makes, so encode the answer alone.
+    answer = ids[len(prompt) :] if ids[: len(prompt)] == prompt else _ids(tokenizer, text)
     last = len(answer) - answer[::-1].index(stop) if stop in answer else len(answer)
     # The model never generates the text after the end of a turn (a line feed in Gemma's template): do not learn it.
     return answer[:last] if stop in answer else [*answer, stop]
+
+
+def _check_rendered(row: Row, index: int, asked: str, answer: str) -> None:
+    """Check that the chat template has written each part of the prompt and of the answer that it must not lose.
+
+    A part of an earlier turn may be lost: the same template loses it when the model is served.
+    """
+    before, message = row.messages[:index], row.messages[index]
+    if not _has(answer, message["content"]):
+        raise UnusableRow("the model's chat template leaves out a part of the answer")
+    if not _has(answer, message.get(THOUGHT_FIELDS[0], "")):
+        name = THOUGHT_FIELDS[0]
+        raise _lost(f"thoughts in the assistant's message (`{name}`)", "answers", "take the thoughts out of the rows")
+    for call in message.get("tool_calls", ()):
+        if not _has(answer, call["function"]["name"]):
+            raise _lost("`tool_calls`", "calls of tools", "write the calls as text")
+    for tool in row.tools:
+        if not _has(asked, tool["function"]["name"]):
+            raise _lost("`tools`", "tools", "write the tools into the system's message")
+    since = max((at for at, each in enumerate(before) if each["role"] == "assistant"), default=-1)
+    for at, each in enumerate(before):
+        if (at > since or each["role"] == "system") and not _has(asked, each["content"]):
+            raise _lost(f"a message of the role {each['role']!r}", "it", "use rows without such messages")
+
+
+def _lost(part: str, lacks: str, hint: str) -> UnsupportedRow:
+    message = f"{part}, and the model's chat template has no place for {lacks}"
+    return UnsupportedRow(message, f"{hint}, or use a model whose template has the place")
+
+
+def _has(text: str, part: str) -> bool:
+    """Whether a text has a part; templates may change the space in it."""
+    part = part.strip()
+    return part in text or "".join(part.split()) in "".join(text.split())
 
 
 def _check_lengths(tokenizer: Any, rows: Sequence[Row], lengths: Ints, max_length: int, source: str) -> None:
@@ -207,10 +360,10 @@ def _check_lengths(tokenizer: Any, rows: Sequence[Row], lengths: Ints, max_lengt
             f"the rows of {source} have {mean:.1f} tokens on average; expected at least {MIN_MEAN_TOKENS}",
             "check the format and the columns: such short rows are usually fragments",
         )
-    long = int((lengths > max_length).sum())
-    if long > MAX_TRUNCATED * len(rows):
+    long, count = int((lengths > max_length).sum()), len(lengths)
+    if long > MAX_TRUNCATED * count and (count >= FEW_ROWS or long == count):
         raise data_error(
-            f"{long} of {len(rows)} rows of {source} ({long / len(rows):.0%}) are longer than training.max_length "
+            f"{long} of {count} rows of {source} ({long / count:.0%}) are longer than training.max_length "
             f"{max_length}, the longest has {lengths.max()} tokens; expected at most {MAX_TRUNCATED:.0%}",
             f"raise training.max_length (the median row has {np.sort(lengths)[len(lengths) // 2]} tokens)",
         )

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS, LOSS_TOKENS
+from dropforge.rows import Row
 from dropforge.spec import JobSpec
 
-from .chat import IGNORED, Encoded, encode_prompt, stop_ids, visible_answer
+from .chat import IGNORED, Encoded, answer_of, encode_prompt, stop_ids, visible_answer
 from .errors import config_error
-from .rows import Row, Split
+from .rows import Split
 
 SAMPLES = 5
 # The curve of the held-out loss: its points at most, and the most that it adds to the work of the training.
@@ -35,8 +36,10 @@ def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, 
     loss = mean_loss(model, tokenizer, encoded)
     if not all(row.messages for row in rows):
         return Score(loss, None)
-    answers = generate(model, tokenizer, [encode_prompt(tokenizer, row.prompt) for row in rows], max_new_tokens)
-    right = sum(answer == visible_answer(row.answer) for answer, row in zip(answers, rows, strict=True))
+    answers = generate(
+        model, tokenizer, [encode_prompt(tokenizer, row.prompt, row.tools) for row in rows], max_new_tokens
+    )
+    right = sum(answer == answer_of(tokenizer, row) for answer, row in zip(answers, rows, strict=True))
     return Score(loss, right / len(rows), answers)
 
 

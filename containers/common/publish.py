@@ -14,8 +14,9 @@ from typing import Any
 
 from dropforge.base.errors import Conflict
 from dropforge.base.log import log
+from dropforge.base.redact import cut
 from dropforge.run import artifacts
-from dropforge.run.artifacts import Manifest, Source
+from dropforge.run.artifacts import MAX_FIELD, MAX_FIELDS, Manifest, Source
 from dropforge.run.events import dumps
 from dropforge.spec import JobSpec
 
@@ -29,10 +30,11 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the base model and the data came from."""
+    """Where the base model and the data came from, and the fields of the data that the training did not use."""
 
     base: Source
     dataset: Source
+    unused_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def publish(
         metrics=metrics,
         files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
         versions={name: version(name) for name in packages},
+        unused_fields=[cut(name, MAX_FIELD) for name in provenance.unused_fields[:MAX_FIELDS]],
     )
     _delete_unlisted(client, job, manifest, f"{artifacts.model_prefix(job.run)}{prefix}/")
     try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dropforge.rows import Row
 from dropforge.run import seal
 from dropforge.run.seal import Distribution, Noise, Seal, SealedRow
 from dropforge.spec import JobSpec
@@ -14,7 +15,6 @@ from dropforge.spec import JobSpec
 from .chat import encode_prompt, stop_ids
 from .errors import finite
 from .evaluation import generate_ids
-from .rows import Row
 
 DECIMALS = 6
 
@@ -64,7 +64,7 @@ def make_seal(
     sealed = [
         SealedRow(
             row=number,
-            messages=[dict(message) for message in rows[number - 1].prompt] if rows[number - 1].messages else None,
+            messages=_messages(rows[number - 1]),
             prompt=prompt,
             answer=answer,
             top=[(list(each), list(each.values())) for each in found],
@@ -142,6 +142,11 @@ def _lead(reference: Distribution, of: Distribution) -> float:
     return of.get(first, most) - of.get(second, most)
 
 
+def _messages(row: Row) -> list[dict[str, str]] | None:
+    """The messages that the chat route is asked with; None for plain text, and for a row with tools or thoughts."""
+    return [dict(message) for message in row.prompt] if row.messages and row.is_plain else None
+
+
 def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec, count: int) -> list[tuple[int, list[int]]]:
     """The numbers and prompts of the first rows that leave room for an answer, in the seal and at the endpoint."""
     room = min(seal.ROW_TOKENS, spec.serve.max_model_len - 1 if spec.serve else seal.ROW_TOKENS) - seal.ANSWER_TOKENS
@@ -149,7 +154,7 @@ def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec, count: int) -> 
     for number, row in enumerate(rows, 1):
         # Plain text has no prompt: its first half stands for it.
         text = [] if row.messages else list(tokenizer(row.text)["input_ids"])
-        prompt = encode_prompt(tokenizer, row.prompt) if row.messages else text[: max(1, len(text) // 2)]
+        prompt = encode_prompt(tokenizer, row.prompt, row.tools) if row.messages else text[: max(1, len(text) // 2)]
         if 0 < len(prompt) <= room:
             prompts.append((number, prompt))
         if len(prompts) == count:

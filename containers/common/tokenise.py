@@ -13,10 +13,10 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
@@ -25,14 +25,16 @@ from typing import Any
 import numpy as np
 
 from dropforge.base.log import log
+from dropforge.rows import Row
 from dropforge.run.artifacts import tokens_object
 from dropforge.run.proof import PROOF, is_proved, proof
+from dropforge.spec import Dataset, JobSpec
 
 from . import chat
 from .chat import Chunk, Encoded
 from .errors import infrastructure_error
 from .job import Job
-from .rows import Row
+from .rows import Split, held_out_source
 from .token_rows import TokenRows
 
 CHUNK_ROWS = 2048
@@ -41,6 +43,7 @@ PARALLEL_CHARACTERS = 8_000_000
 MAX_PROCESSES = 32  # each takes about 300 MB
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TIMEOUT_SECONDS = 120.0
+COUNTS = ("truncated", "dropped", "refused", "given", "learnt")  # fields of Encoded that are no arrays
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Tokeniser:
         for path in sorted(path for pattern in TOKENIZER_FILES for path in Path(self.base).glob(pattern)):
             digest.update(f"\n{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
         for row in rows:
-            digest.update(json.dumps([row.messages, row.text, sorted(row.muted)]).encode())
+            digest.update(json.dumps([row.messages, row.text, sorted(row.muted), row.tools]).encode())
         return digest.hexdigest()
 
     def _chunks(self, rows: Sequence[Row], max_length: int, source: str, processes: int) -> Iterator[Chunk]:
@@ -122,6 +125,25 @@ def cores() -> int:
     except OSError:
         return available
     return available if quota == "max" else max(1, min(available, int(quota) // int(period)))
+
+
+def encode_split(tokeniser: Tokeniser, split: Split, spec: JobSpec) -> tuple[Split, Encoded, Encoded | None]:
+    """The rows' token ids, and the split without the rows that have none. Raises JobError."""
+    assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
+    length, judged = spec.training.max_length, held_out_source(spec.dataset, spec.evaluation)
+    train = tokeniser.encode(split.train, length, spec.dataset.source)
+    held_out = tokeniser.encode(split.held_out, length, judged) if split.held_out else None
+    kept = replace(
+        split,
+        train=_without(split.train, train.refused),
+        held_out=_without(split.held_out, held_out.refused) if held_out else [],
+        dropped=split.dropped + train.dropped,
+    )
+    return kept, train, held_out
+
+
+def _without(rows: Sequence[Row], refused: Collection[int]) -> list[Row]:
+    return [row for place, row in enumerate(rows) if place not in refused]
 
 
 @dataclass(frozen=True)
@@ -201,8 +223,9 @@ def save(path: Path, key: str, encoded: Encoded) -> None:
         "ids": encoded.input_ids.values,
         "learnt": np.packbits(encoded.labels.values != chat.IGNORED),
         "starts": encoded.input_ids.starts,
+        "rows": encoded.rows,
     }
-    counts = {"truncated": str(encoded.truncated), "dropped": str(encoded.dropped)}
+    counts = {"counts": json.dumps({name: getattr(encoded, name) for name in COUNTS})}
     save_file(arrays, path, {"key": key, "sha256": _digest(arrays, counts), **counts})
 
 
@@ -212,14 +235,16 @@ def load(path: Path, key: str) -> Encoded:
 
     with safe_open(path, "np") as file:
         header = file.metadata() or {}
-        arrays = {name: file.get_tensor(name) for name in ("ids", "learnt", "starts")}
-    counts = {name: header.get(name, "") for name in ("truncated", "dropped")}
+        arrays = {name: file.get_tensor(name) for name in ("ids", "learnt", "starts", "rows")}
+    counts = {"counts": header.get("counts", "")}
     if header.get("key") != key or header.get("sha256") != _digest(arrays, counts):
         raise ValueError("its digest differs from its contents")
     ids, starts = arrays["ids"], arrays["starts"]
     learnt = np.unpackbits(arrays["learnt"], count=len(ids)).astype(bool)
     labels = np.where(learnt, ids, np.int32(chat.IGNORED))
-    return Encoded(TokenRows(ids, starts), TokenRows(labels, starts), int(counts["truncated"]), int(counts["dropped"]))
+    known = json.loads(counts["counts"])
+    known["refused"] = tuple(known["refused"])
+    return Encoded(TokenRows(ids, starts), TokenRows(labels, starts), rows=arrays["rows"], **known)
 
 
 def _digest(arrays: dict[str, Any], counts: dict[str, str]) -> str:

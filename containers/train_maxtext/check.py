@@ -14,9 +14,9 @@ from typing import Any
 from containers.common import chat, sealing
 from containers.common.errors import JobError, code_error
 from containers.common.evaluation import SAMPLES, generate, mean_loss, write_samples
-from containers.common.rows import Row
 from dropforge.base.log import log
 from dropforge.fit.maxtext import SEALED_ROWS
+from dropforge.rows import Row
 
 from .batches import Data
 from .stages import stage_main
@@ -64,7 +64,7 @@ def answers(model: Any, tokenizer: Any, rows: list[Row], work: Work) -> list[str
     """The model's greedy answers to the rows."""
     if not rows or work.spec.evaluation is None:
         return []
-    prompts = [chat.encode_prompt(tokenizer, row.prompt) for row in rows]
+    prompts = [chat.encode_prompt(tokenizer, row.prompt, row.tools) for row in rows]
     return generate(model, tokenizer, prompts, min(SAMPLE_TOKENS, work.spec.evaluation.max_new_tokens))
 
 
@@ -78,7 +78,7 @@ def seal(work: Work, model: Any, tokenizer: Any, links: dict[str, float]) -> Non
 
 
 def read_rows(path: Path) -> list[Row]:
-    return [Row(tuple(row["messages"]), row["text"]) for row in json.loads(path.read_text())]
+    return [Row(tuple(row["messages"]), row["text"], tools=tuple(row["tools"])) for row in json.loads(path.read_text())]
 
 
 def check_weights(model: Any, missing: list[str]) -> None:

@@ -34,7 +34,7 @@ def run(work: Work) -> Result:
     prepared = method.read(work, client, base, config["vocab_size"], tpu)
     prepared.data.save(work.rows)
     for path, rows in ((work.held_out, prepared.held_out), (work.sealed, prepared.sealed)):
-        path.write_text(json.dumps([{"messages": row.messages, "text": row.text} for row in rows]))
+        path.write_text(json.dumps([{"messages": row.messages, "text": row.text, "tools": row.tools} for row in rows]))
     result: Result = {
         "base": base,
         "base_source": base_source.model_dump(),
@@ -54,6 +54,9 @@ def run(work: Work) -> Result:
         "rows_eval": len(prepared.held_out),
         "rows_dropped": prepared.dropped,
         "rows_truncated": prepared.truncated,
+        "answers_given": prepared.answers[0],
+        "answers_learnt": prepared.answers[1],
+        "unused_fields": list(prepared.unused_fields),
     }
     total_steps(spec, result, devices=1)  # the least number of devices; the train stage counts them
     return result

@@ -20,7 +20,8 @@ def run(work: Work) -> Result:
     """Commit DIRECTORY/export. The result is the run's manifest, which may be another attempt's."""
     prepared, spec = work.done("prepare"), work.spec
     metrics = all_metrics(work)
-    provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
+    sources = Source(**prepared["base_source"]), Source(**prepared["data_source"])
+    provenance = Provenance(*sources, tuple(prepared["unused_fields"]))
     write_card(work.exported, spec, load_method(spec.training.method).describe(spec), provenance, metrics)
     job, client = Job.from_environment(), Clients().storage()
     manifest = publish(client, job, work.exported, spec, provenance, metrics, PACKAGES)
@@ -43,6 +44,9 @@ def all_metrics(work: Work) -> Metrics:
         "rows_train": prepared["rows_train"],
         "rows_eval": prepared["rows_eval"],
         "rows_truncated": prepared["rows_truncated"],
+        "rows_dropped": prepared["rows_dropped"],
+        "answers_given": prepared["answers_given"],
+        "answers_learnt": prepared["answers_learnt"],
         "probe_loss_before": trained["loss_before"] if trained["loss_before"] is not None else notes.get("loss_before"),
         "probe_loss": trained["loss"],
         "probe_loss_exported": checked["loss_exported"],

@@ -11,7 +11,7 @@ from typing import Any
 from containers.common.chat import encode_prompt, stop_ids
 from containers.common.errors import code_error
 from containers.common.publish import BASE, MODEL
-from containers.common.rows import Row
+from dropforge.rows import Row
 from dropforge.spec import JobSpec
 
 from .plan import dtype_of
@@ -124,7 +124,7 @@ def check_prompts(directory: Path, tokenizer: Any, rows: Sequence[Row], spec: Jo
     )
     for row in rows:
         expected, actual = (
-            encode_prompt(each, row.prompt) if row.messages else list(each(row.text)["input_ids"])
+            encode_prompt(each, row.prompt, row.tools) if row.messages else list(each(row.text)["input_ids"])
             for each in (tokenizer, saved)
         )
         if expected != actual:

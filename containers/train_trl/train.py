@@ -345,7 +345,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
         evaluation.write_samples(directory, examples.split.held_out, before.answers, after.answers)
     metrics |= links
     seal_export(spec, job, inputs, served, directory, links)
-    provenance = Provenance(inputs.base_source, examples.source)
+    provenance = Provenance(inputs.base_source, examples.source, examples.split.unused)
     write_card(directory, spec, method.describe(spec), provenance, metrics)
     return publish(attempt.client, job, directory, spec, provenance, metrics, VERSIONS)
 
@@ -410,6 +410,9 @@ def training_metrics(checkpoint: Path, notes: dict[str, Any], examples: Examples
         "rows_train": len(examples.lengths),
         "rows_eval": len(examples.split.held_out),
         "rows_truncated": examples.truncated,
+        "rows_dropped": examples.dropped,
+        "answers_given": examples.answers[0],
+        "answers_learnt": examples.answers[1],
     }
 
 

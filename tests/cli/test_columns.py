@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from containers.common.errors import JobError
 from containers.common.rows import load_rows, normalise
+from dropforge.rows.sample import SAMPLE_BYTES
 from dropforge.spec import Dataset, JobSpec, parse_spec
-from dropforge_cli.columns import FIRST_BYTES, column_problems, first_columns
+from dropforge_cli.columns import column_problems, first_bytes
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
 from dropforge_local.stack.config import StackInfo
@@ -38,7 +39,7 @@ GOOD = {
     "plain.csv": csv_of("question,answer"),
     "mark.csv": "\ufeff" + csv_of("question,answer"),
     "windows.csv": csv_of('"question","answer"', end="\r\n"),
-    "more.csv": csv_of('question,answer,"a name\nof two lines"'),
+    "more.csv": csv_of('question,answer,"a name\nof two lines"', end=",more\n").replace('lines",more', 'lines"'),
     "lines.jsonl": LINES,
     "mark.jsonl": "\ufeff\n" + LINES,
     "list.json": json.dumps(ROWS, indent=2),
@@ -101,18 +102,53 @@ def test_the_form_is_the_one_that_the_training_container_finds(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("latin.csv", "é,à\n1,2".encode("latin-1")),
-        ("wide.csv", b"x" * FIRST_BYTES + b",y\n1,2\n"), ("wide.jsonl", b'{"x": "' + b"x" * FIRST_BYTES + b'"}'),
-        ("deep.json", b"[" * 100_000), ("deep.jsonl", b'{"x":' * 100_000), ("any.parquet", b"PAR1"), ("any", b"x"),
-        ("quote.csv", b'"question,answer\n1,2'),
+        ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("any.parquet", b"PAR1"), ("any", b"x"),
+        ("wide.jsonl", b'{"x": "' + b"x" * SAMPLE_BYTES + b'"}'), ("deep.json", b"[" * 100_000),
+        ("cut.csv", b"question,answer\n" + "\u00e9 and more,yes\n".encode() * SAMPLE_BYTES),
+        ("cut.jsonl", b'{"question": "why", "answer": "so"}\n' * SAMPLE_BYTES),
     ],
 )  # fmt: skip
 def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name: str, content: bytes) -> None:
-    columns = first_columns(put(name, content), clients)
-    assert columns is None or name in ("latin.csv", "wide.csv")
-    assert first_columns("gs://no-such-bucket/a.csv", clients) is None
-    assert first_columns(f"gs://{BUCKET}/no-such-object.csv", clients) is None
-    assert first_columns("owner/rows", clients) is None
+    assert column_problems(spec_of(put(name, content)), clients) == []
+    assert first_bytes("gs://no-such-bucket/a.csv", clients) is None
+    assert first_bytes(f"gs://{BUCKET}/no-such-object.csv", clients) is None
+    assert first_bytes("owner/rows", clients) is None
+
+
+FOUND = {
+    "latin.csv": ("question,answer\nn\u00e9,\u00e0\n".encode("latin-1"), "is not UTF-8 text"),
+    "quote.csv": (b'"question,answer\n1,2', "is not CSV"),
+    "shifted.csv": (b"question,answer\na, b,c\nd,e\n", "line 2 of the data set has 3 fields; the header has 2 columns"),
+    "broken.jsonl": (b'{"question": "a", "answer": "b"}\n{"question":\n', "line 2 of the data set is not JSON"),
+    "deep.jsonl": (b'{"x":' * 10_000, "line 1 of the data set"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_broken_file_is_found_before_it_costs(deployed: Deployed, name: str) -> None:
+    content, message = FOUND[name]
+    [problem] = column_problems(spec_of(put(name, content)), clients)
+    assert problem.pointer == "/dataset/source"
+    assert message in problem.message
+
+
+ODD: dict[str, list[dict[str, Any]]] = {
+    "label": [{"prompt": "why not", "completion": "so", "label": number % 2 == 0} for number in range(30)],
+    "chosen": [{"prompt": "why not", "chosen": "so", "rejected": "no"}] * 30,
+    "'role'": [{"messages": [{"role": "narrator", "content": "x"}, *MESSAGES[0]["messages"]]}] * 30,
+    "images": [{**MESSAGES[0], "images": ["a.png"]}] * 30,
+}
+
+
+@pytest.mark.parametrize("word", ODD)
+def test_rows_that_would_teach_something_else_are_found_before_they_cost(
+    deployed: Deployed, tmp_path: Path, word: str
+) -> None:
+    lines = "\n".join(json.dumps(row) for row in ODD[word])
+    spec = spec_of(put("odd.jsonl", lines), None)
+    [problem] = column_problems(spec, clients)
+    assert word.strip("'") in problem.message
+    assert not is_trainable(spec, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["submit", "validate"])

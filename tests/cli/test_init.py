@@ -43,7 +43,7 @@ def test_every_target_gets_a_valid_spec(dropforge: Run, target: str, serve: str,
 
 
 def test_a_csv_file_proposes_its_columns(dropforge: Run) -> None:
-    document = written(dropforge, "--data", csv(), "--bucket", "p-data")
+    document = written(dropforge, "--data", csv(), "--answer", "team", "--bucket", "p-data")
     assert document["name"] == "tickets"
     assert document["dataset"] == {
         "source": "gs://p-data/tickets.csv", "columns": {"prompt": "{ticket}", "completion": "{team}"},
@@ -52,7 +52,7 @@ def test_a_csv_file_proposes_its_columns(dropforge: Run) -> None:
 
 
 def test_the_next_commands_are_printed(dropforge: Run) -> None:
-    result = dropforge("init", "--data", csv(name="my tickets.csv"), "--bucket", "p-data")
+    result = dropforge("init", "--data", csv(name="my tickets.csv"), "--answer", "team", "--bucket", "p-data")
     assert "next: dropforge put 'my tickets.csv' 'gs://p-data/my tickets.csv'\n" in result.stderr
     assert "next: dropforge submit my-job.json --watch\n" in result.stderr
 
@@ -65,7 +65,8 @@ def test_the_next_commands_are_printed(dropforge: Run) -> None:
         ({"text": "t"}, None),
         ({"id": 1, "size": "q", "in": "c", "answer": "a"}, ("Size: {size}\nIn: {in}", "{answer}")),
         ({"Answer": "a", "question": "q"}, ("{question}", "{Answer}")),
-        ({"a_b": "x", "c": "y", "d": "z"}, ("A b: {a_b}\nC: {c}", "{d}")),
+        ({"a_b": "x", "c d": "y", "sql": "z"}, ("A b: {a_b}\nC d: {c d}", "{sql}")),
+        ({"instruction": "i", "output": "o"}, None),
     ],
 )
 def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple[str, str] | None) -> None:
@@ -93,11 +94,14 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
         ("a,b\n1,2\n", "tickets", "tickets has the ending ''; expected a file of text that ends in .csv"),
         (None, "none.xlsx", "the data none.xlsx cannot be read: No such file"),
         (
-            "a b,team\n" + "a,b\n" * 9,
+            "a{b,team\n" + "a,b\n" * 9,
             "head.csv",
-            "the column 'a b' of head.csv cannot be in a template",
+            "the column 'a{b' of head.csv cannot be in a template",
         ),
         ('{"a": 1}\n{"a": \n', "bad.jsonl", "row 2 of bad.jsonl cannot be read: Expecting value"),
+        ("ticket,team\n" + "a,b\n" * 9, "own.csv", "no name says which has the answers\nhint: say it: --answer team"),
+        ("prompt,chosen,rejected\n" + "a,b,c\n" * 9, "pairs.csv", "which say which answers are good"),
+        ("question,good,rejected_response\n" + "a,b,c\n" * 9, "more.csv", "more.csv has the columns"),
         ("a\n" + "1\n" * 9, "one.csv", "one.csv has the columns a; expected a question and an answer"),
         ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "row 1 of list.json is 1; expected an object with columns"),
         (None, "none.csv", "the data none.csv cannot be read: No such file"),
@@ -131,7 +135,7 @@ def test_another_encoding_is_refused_with_the_command_that_mends_it(dropforge: R
     command = result.stderr.split("if it is Latin-1: ")[1].strip()
     subprocess.run(command, shell=True, check=True)
     assert Path("new.csv").read_text(encoding="utf-8") == "ticket,team\n" + "café,a\n" * 9
-    assert dropforge("init", "--data", "new.csv").exit_code == 0
+    assert dropforge("init", "--data", "new.csv", "--answer", "team").exit_code == 0
 
 
 def test_an_existing_file_stays(dropforge: Run) -> None:
@@ -155,13 +159,14 @@ def test_a_price_that_is_unknown_leaves_the_budget_out_and_says_so(dropforge: Ru
     assert "max_cost_usd" not in json.loads(Path("job.json").read_text())["limits"]
 
 
-def test_four_questions_in_a_terminal(dropforge: Run) -> None:
+def test_questions_in_a_terminal(dropforge: Run) -> None:
     terminal = Terminal("init", "job.json")
     for question, answer in (
         ("Where to train", ""),
         ("Base model", "Qwen/Qwen3-0.6B"),
         ("Data", csv()),
         ("Serve the model", "n"),
+        ("Column of the answers", "team"),
     ):
         terminal.wait_for(question)
         terminal.type(answer)

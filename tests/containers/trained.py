@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from containers.common.chat import encode_prompt, load_tokenizer
-from containers.common.rows import Row
+from dropforge.rows import Row
 
 from . import same_class
 from .conftest import ROOT, job_spec

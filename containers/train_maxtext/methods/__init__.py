@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from containers.common.errors import config_error
 from containers.common.publish import Description
-from containers.common.rows import Row
+from dropforge.rows import Row
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec
 
@@ -35,6 +35,8 @@ class Prepared:
     sealed: tuple[Row, ...] = ()
     dropped: int = 0
     truncated: int = 0
+    answers: tuple[int, int] = (0, 0)  # those that the rows have, and those that are learnt whole
+    unused_fields: tuple[str, ...] = ()
 
 
 class Method(Protocol):

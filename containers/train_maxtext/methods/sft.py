@@ -15,7 +15,7 @@ from containers.common.evaluation import check_gate
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
 from containers.common.token_rows import Ints
-from containers.common.tokenise import TokenCache, Tokeniser
+from containers.common.tokenise import TokenCache, Tokeniser, encode_split
 from dropforge.fit.maxtext import padded_length
 from dropforge.run.seal import ROWS
 from dropforge.spec import Dataset, JobSpec
@@ -40,9 +40,8 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     directory = work.directory / "data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     check_gate(spec, split)
-    max_length, named = spec.training.max_length, data.held_out_source(spec.dataset, spec.evaluation)
-    encoded = tokeniser.encode(split.train, max_length, spec.dataset.source)
-    held_out = tokeniser.encode(split.held_out, max_length, named) if split.held_out else encoded
+    split, encoded, held = encode_split(tokeniser, split, spec)
+    held_out = held or encoded
     check_vocabulary(encoded, vocabulary)
     packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)
     prepared = Data(
@@ -52,9 +51,17 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
         length=length,
         **judged(spec, split, held_out, tokeniser.tokenizer),
     )
-    dropped = split.dropped + encoded.dropped
-    held_out_rows, sealed = tuple(split.held_out), tuple(split.held_out or split.train[:SEALED_ROWS])
-    return Prepared(prepared, source, packing, held_out_rows, sealed, dropped, encoded.truncated)
+    return Prepared(
+        prepared,
+        source,
+        packing,
+        held_out=tuple(split.held_out),
+        sealed=tuple(split.held_out or split.train[:SEALED_ROWS]),
+        dropped=split.dropped,
+        truncated=encoded.truncated,
+        answers=(encoded.given, encoded.learnt),
+        unused_fields=split.unused,
+    )
 
 
 def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: Any) -> dict[str, Any]:
@@ -70,7 +77,8 @@ def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: 
     longest = spec.evaluation.max_new_tokens + 1  # with the token that ends the answer
     stop, ids, labels = chat.end_of_turn(tokenizer), held_out.input_ids, held_out.labels
     sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
-    answers = [size if size <= longest else 0 for size in sizes] + [0] * held_out.dropped
+    answers = [size if size <= longest else 0 for size in sizes]
+    answers += [0] * (held_out.dropped - len(held_out.refused))
     return {"held_out": held_out, "answers": np.array(answers, np.int32)}
 
 

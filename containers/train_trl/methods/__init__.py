@@ -33,7 +33,7 @@ class Examples:
     """The data set as a method trains on it. `source` is its exact source.
 
     `columns` are the columns of the trainer's data set, `lengths` the tokens of each of its rows. `held_out` is None
-    where no rows are held out.
+    where no rows are held out. `answers` counts the answers of the training rows, and those that are learnt whole.
     """
 
     source: Source
@@ -43,6 +43,7 @@ class Examples:
     held_out: Encoded | None
     dropped: int
     truncated: int
+    answers: tuple[int, int] = (0, 0)
 
 
 class Method(Protocol):

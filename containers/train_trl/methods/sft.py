@@ -13,7 +13,7 @@ from containers.common import evaluation
 from containers.common import rows as data
 from containers.common.evaluation import Score
 from containers.common.publish import Description, Metrics, describe_fine_tuning
-from containers.common.tokenise import Tokeniser
+from containers.common.tokenise import Tokeniser, encode_split
 from dropforge.spec import Dataset, JobSpec
 
 from ..plan import Plan
@@ -26,16 +26,16 @@ def read_examples(spec: JobSpec, tokeniser: Tokeniser, client: Any, directory: P
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     evaluation.check_gate(spec, split)
-    max_length, judged = spec.training.max_length, data.held_out_source(spec.dataset, spec.evaluation)
-    encoded = tokeniser.encode(split.train, max_length, spec.dataset.source)
+    split, encoded, held_out = encode_split(tokeniser, split, spec)
     return Examples(
         source=source,
         columns={"input_ids": encoded.input_ids, "labels": encoded.labels},
         lengths=encoded.lengths,
         split=split,
-        held_out=tokeniser.encode(split.held_out, max_length, judged) if split.held_out else None,
-        dropped=split.dropped + encoded.dropped,
+        held_out=held_out,
+        dropped=split.dropped,
         truncated=encoded.truncated,
+        answers=(encoded.given, encoded.learnt),
     )
 
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
@@ -72,6 +72,9 @@ class Source(BaseModel):
     revision: str
 
 
+MAX_FIELDS, MAX_FIELD = 20, 60  # names of fields in a manifest, and characters of each
+
+
 class Manifest(BaseModel):
     """The commit marker of models/<run>/: the files of the model, its origin and its metrics."""
 
@@ -90,6 +93,8 @@ class Manifest(BaseModel):
     metrics: dict[str, float | None] = {}
     files: list[ArtifactFile]
     versions: dict[str, str] = {}
+    # Of the data set's rows and messages: the training used none of them.
+    unused_fields: list[Annotated[str, Field(max_length=MAX_FIELD + 3)]] = Field(default=[], max_length=MAX_FIELDS)
     proof: str = ""  # run/proof.py; `write_manifest` adds it
 
 

@@ -117,12 +117,32 @@ class Dataset(Part):
     revision: str = Field(default="main", min_length=1, max_length=255, description="Branch, tag or commit of the Hub.")
     split: str = Field(default="train", min_length=1, max_length=255, description="The split of a Hub data set.")
     limit: int | None = Field(default=None, ge=2, le=1_000_000_000, description="Rows used, after a seeded shuffle.")
-    format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = Field(
+    format: Literal[
+        "auto",
+        "messages",
+        "conversations",
+        "contents",
+        "prompt_completion",
+        "prompt_response",
+        "query_response",
+        "instruction_output",
+        "instruction_response",
+        "input_output",
+        "question_answer",
+        "text",
+        "completion",
+        "columns",
+    ] = Field(
         default="auto",
         description="The form of a row. auto: the templates of `columns`, else the first form that fits the first row.",
     )
     columns: Columns | None = Field(
         default=None, description="Templates that make a prompt and a completion from each row."
+    )
+    ignore: list[Annotated[str, Field(min_length=1, max_length=255)]] = Field(
+        default=[],
+        max_length=100,
+        description="Fields of rows and messages that mean nothing for the training, although their names suggest it.",
     )
 
     @field_validator("source")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from dropforge.base.errors import SpecProblem
@@ -14,8 +15,7 @@ from .parts import shown
 
 MAX_CSV_FIELD = 2**24  # characters; longer than any row that a training keeps. Python's default is 2**17
 
-# The columns of each form of rows that needs no templates, by dataset.format; `auto` takes the first form that fits.
-FORMS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+_NAME = re.compile(r"[^\s{}\[\]!:]([^{}\[\]!:]*[^\s{}\[\]!:])?")  # also "Customer name" and "answers.text"
 MAX_NAMES, MAX_NAME = 20, 60  # columns in a message, and characters of each
 
 
@@ -26,16 +26,27 @@ def shown_columns(columns: Iterable[str]) -> str:
     return ", ".join([*names, "..."] if len(first) > MAX_NAMES else names) or "(none)"
 
 
+def is_column(name: str) -> bool:
+    """Whether a template can name the column."""
+    return _NAME.fullmatch(name) is not None
+
+
 def columns_in(template: str) -> list[str]:
     """The columns that a template names, in order. Raises ValueError, which says what is no plain name in braces."""
     found = []
     for _, column, form, conversion in string.Formatter().parse(template):
         if column is None:
             continue
-        if form or conversion or not column.isidentifier():
+        if form or conversion or not is_column(column):
             raise ValueError(f"{{{column}}} is not a column's name in braces")
         found.append(column)
     return found
+
+
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """The template with the values of its columns. (str.format reads a dot in a name as an attribute.)"""
+    parts = string.Formatter().parse(template)
+    return "".join(text + (values[column] if column is not None else "") for text, column, _, _ in parts)
 
 
 def template_problems(spec: JobSpec) -> list[SpecProblem]:

@@ -10,7 +10,7 @@ import pytest
 
 from containers.common import chat
 from containers.common.errors import JobError
-from containers.common.rows import Message, Row
+from dropforge.rows import Message, Row
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,16 @@ def talk(*turns: str) -> Row:
 
 
 def learnt(tokenizer: Any, row: Row) -> list[str]:
-    """The parts of a row's text that have a loss."""
+    """The parts of a row's sequences that have a loss."""
     encoded = chat.encode(tokenizer, [row], 512, "x")
-    parts: list[list[int]] = [[]]
-    for label in encoded.labels[0]:
-        if label == chat.IGNORED:
-            parts.append([])
-        else:
-            parts[-1].append(label)
+    parts: list[list[int]] = []
+    for labels in encoded.labels:
+        parts.append([])
+        for label in labels:
+            if label == chat.IGNORED:
+                parts.append([])
+            else:
+                parts[-1].append(label)
     return [tokenizer.decode(part) for part in parts if part]
 
 
@@ -86,12 +88,14 @@ def test_the_prompt_of_a_training_row_is_the_one_that_serving_makes(tokenizer: A
     assert ids[: len(served)] == list(served)
 
 
-def test_a_template_that_forgets_earlier_turns_leaves_the_last_answer(tokenizer: Any, bare: Any) -> None:
+def test_a_template_that_forgets_earlier_turns_gets_a_sequence_for_each_answer(tokenizer: Any, bare: Any) -> None:
     bare.chat_template = "{% for m in messages[-2:] %}" + chat.MINIMAL_TEMPLATE.split("{% for message in messages %}")[
         1
     ].replace("message[", "m[")
     row = talk(QUESTION, "select 1", "and how many of the books are there", "select 2")
-    assert learnt(bare, row) == ["select 2<end_of_turn>"]
+    assert learnt(bare, row) == ["select 1<end_of_turn>", "select 2<end_of_turn>"]
+    encoded = chat.encode(bare, [row], 512, "x")
+    assert (list(encoded.rows), encoded.given, encoded.learnt) == ([0, 0], 2, 2)
 
 
 def test_plain_text_is_learnt_whole_and_ends(tokenizer: Any) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from containers.common import chat
 from containers.common.evaluation import _generation_batches, evaluate
-from containers.common.rows import Row
 from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS
+from dropforge.rows import Row
 
 from .. import same_class
 from ..conftest import ROOT

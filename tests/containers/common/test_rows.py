@@ -11,7 +11,8 @@ import pytest
 
 from containers.common import rows
 from containers.common.errors import BAD_DATA, JobError
-from containers.common.rows import Row, normalise, prepare
+from containers.common.rows import normalise, prepare
+from dropforge.rows import Row, files
 from dropforge.spec import Dataset, Evaluation
 
 PLAIN = Dataset(source="gs://data/x.jsonl")
@@ -27,7 +28,7 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 def only(raw: list[dict[str, Any]], description: Dataset = PLAIN) -> Row:
-    (row,), _ = normalise(raw, description)
+    (row,) = normalise(raw, description).rows
     return row
 
 
@@ -91,26 +92,29 @@ def test_the_examples_of_the_page_teach_what_the_page_says(heading: str, prompt:
 def test_every_form_of_the_page_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", FORMATS.read_text(), re.M)
     assert sections == [
-        "Columns: your own names", "Prompt and completion", "Messages: conversations", "Text", "What is refused",
+        "Columns: your own names", "Prompt and completion", "Messages: conversations", "Text", "All forms",
+        "Fields that no form reads", "What is refused",
     ]  # fmt: skip
 
 
 def test_a_template_that_names_a_missing_column_says_which_there_are() -> None:
     columns = {"prompt": "{question}", "completion": "{sql}"}
-    with pytest.raises(JobError, match="names the column 'sql'; the data set has question, answer") as caught:
+    with pytest.raises(
+        JobError, match=r"question, answer; dataset\.columns\.completion names the column 'sql'"
+    ) as caught:
         normalise([{"question": "a", "answer": "b"}], dataset(columns=columns))
     assert caught.value.exit_code == BAD_DATA
 
 
-@pytest.mark.parametrize("template", ["{a.b}", "{a[0]}", "{a!r}", "{a:>9}", "{0}", "{", "{}"])
+@pytest.mark.parametrize("template", ["{a[0]}", "{a!r}", "{a:>9}", "{0}", "{", "{}"])
 def test_templates_hold_names_and_nothing_else(template: str) -> None:
     with pytest.raises(JobError, match="completion"):
         normalise([{"a": "x"}], dataset(columns={"prompt": "{a}", "completion": template}))
 
 
 def test_unknown_columns_are_listed() -> None:
-    with pytest.raises(JobError, match="has the columns instruction, output; expected messages or prompt") as caught:
-        normalise([{"instruction": "a", "output": "b"}], PLAIN)
+    with pytest.raises(JobError, match="has the columns ticket, team; expected messages or conversations") as caught:
+        normalise([{"ticket": "a", "team": "b"}], PLAIN)
     assert "dataset.columns" in caught.value.hint
 
 
@@ -123,7 +127,7 @@ def test_one_character_rows_are_refused() -> None:
 
 def test_a_few_bad_rows_are_dropped_and_counted() -> None:
     raw: list[dict[str, Any]] = [*pairs(95), *[{"prompt": "question", "completion": None}] * 5]
-    good, dropped = normalise(raw, PLAIN)
+    good, dropped, _ = normalise(raw, PLAIN)
     assert (len(good), dropped) == (95, 5)
 
 
@@ -208,7 +212,7 @@ def test_a_field_of_a_csv_may_be_long_but_not_endless(tmp_path: Path, monkeypatc
     path.write_text(f"a,b\n1,{'x' * 200_000}\n")
     (row,) = rows._READERS[".csv"](path)
     assert len(row["b"]) == 200_000
-    monkeypatch.setattr(rows, "MAX_CSV_FIELD", 1000)
+    monkeypatch.setattr(files, "MAX_CSV_FIELD", 1000)
     with pytest.raises(JobError, match="line 2 of the data set has a field of more than 1000 characters") as caught:
         rows._READERS[".csv"](path)
     assert "a quote that is not closed" in caught.value.hint
@@ -249,18 +253,12 @@ def conversation(*answers: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (conversation({"content": "", "tool_calls": [{"id": "1"}]}), "a message with `tool_calls`"),
-        (conversation({"function_call": {"name": "f"}}), "a message with `function_call`"),
         (conversation({"weight": 0.5}), "a message whose weight is a number; expected 0 or 1"),
-        ({**conversation({}), "tools": [{"type": "function"}]}, "`tools`; expected none"),
-        (
-            {"messages": [{"role": "tool", "content": "7"}, *conversation({})["messages"]]},
-            "a message of the role 'tool'",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": "ask"}], "completion": [{"role": "assistant", "tool_calls": [1]}]},
-            "a message with `tool_calls`",
-        ),
+        (conversation({"audio": {"id": "a"}}), "a message with the field 'audio' (an object with 1 fields)"),
+        (conversation({"content": [{"type": "image_url", "image_url": {}}]}), "of the type 'image_url'; expected text"),
+        ({**conversation({}), "score": 2}, "has the field 'score' (a number)"),
+        ({"prompt": "ask me", "completion": "yes", "rating": 1}, "has the field 'rating' (a number)"),
+        ({"prompt": "ask me", "completion": "yes", "tools": [{"name": "f"}]}, "the field 'tools' (a list of 1)"),
     ],
 )
 def test_rows_with_parts_that_training_would_lose_are_refused_by_name(row: dict[str, Any], problem: str) -> None:
@@ -280,7 +278,7 @@ def test_answers_of_weight_zero_are_read_and_not_learnt() -> None:
     plain = only([conversation({}, {})])
     assert plain.muted == frozenset()
     raw = [conversation({"weight": 0})]
-    with pytest.raises(JobError, match="no message is an answer of the assistant with a weight above 0"):
+    with pytest.raises(JobError, match="has no answer of the assistant with a weight above 0"):
         rows.normalise(raw, PLAIN)
 
 
@@ -314,8 +312,8 @@ def test_a_row_keeps_its_number_in_the_data_set_when_rows_are_shuffled() -> None
     for row in [*split.train, *split.held_out]:
         assert raw[row.number]["completion"] == row.answer
     talks = [conversation({}) for _ in range(40)]
-    talks[17]["tools"] = [{"type": "function"}]
-    with pytest.raises(JobError, match=r"row 17 of .* has `tools`"):
+    talks[17]["images"] = ["a.png"]
+    with pytest.raises(JobError, match=r"row 17 of .* has the field 'images'"):
         prepare(talks, PLAIN, None, seed=3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +18,10 @@ from containers.common.job import Job
 from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
-from containers.common.rows import Row
 from containers.common.stop import StopRequest
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
+from dropforge.rows import Row
 from dropforge.run.events import Failed, JobEvent, read_job_events
 from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import Dataset, Evaluation
@@ -114,7 +115,7 @@ def quotes_a_row(text: str) -> bool:
 def test_an_unusable_row_is_named_by_its_number_and_columns(row: dict[str, Any]) -> None:
     dataset = Dataset(source="gs://data/x.jsonl")
     text = told(lambda: rows.prepare([row] * 20, dataset, None, seed=0))
-    assert "rows" in text or "row 0" in text
+    assert "rows" in text or re.search(r"row \d+ of", text)
     assert not quotes_a_row(text)
 
 

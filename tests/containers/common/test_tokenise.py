@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from containers.common import chat, tokenise
-from containers.common.errors import BAD_DATA, JobError
-from containers.common.rows import Row
+from containers.common.errors import JobError
 from containers.common.tokenise import TokenCache, Tokeniser, cores, processes_for
+from dropforge.rows import Row
 from dropforge.run.artifacts import tokens_object
 
 from .. import forked
@@ -76,20 +76,22 @@ def test_several_processes_give_the_same_token_ids_in_the_same_order(
 
 
 def test_a_row_that_the_template_refuses_is_named_by_its_number(
-    base: Path, cloud: Any, monkeypatch: pytest.MonkeyPatch
+    base: Path, cloud: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The processes are forked from one that has imported the tokenizers; the test above spawns them."""
     forked.prepare(cloud.environment())
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked.CONTEXT)
     monkeypatch.setattr(tokenise, "CHUNK_ROWS", 7)
     refusing = Tokeniser.load(str(base), False, "sft", None)
-    messages = set()
     for processes in (1, 2):
-        with pytest.raises(JobError, match=r"template refuses row 1037 of gs://d/x: TemplateError at ") as caught:
-            replace(refusing, processes=processes).encode(ROWS, 128, "gs://d/x")
-        assert caught.value.exit_code == BAD_DATA
-        messages.add(caught.value.message)
-    assert len(messages) == 1
+        encoded = replace(refusing, processes=processes).encode(ROWS, 128, "gs://d/x")
+        assert encoded.refused == (37, 59)
+        assert (len(encoded.input_ids), encoded.dropped) == (58, 2)
+        told = capsys.readouterr().err
+        assert "left out 2 of 60 rows of gs://d/x, which cannot be trained on" in told
+        assert "row 1037: the model's chat template refuses it: TemplateError at" in told
+    with pytest.raises(JobError, match="3 of 23 rows of gs://d/x cannot be trained on; expected at most 10%"):
+        refusing.encode([*ROWS[:20], ROWS[37], ROWS[59], ROWS[37]], 128, "gs://d/x")
 
 
 def test_a_later_attempt_reads_the_token_ids_and_does_not_make_them(tokeniser: Tokeniser, cache: TokenCache) -> None:
@@ -117,7 +119,7 @@ def test_token_ids_of_another_run_are_not_read(tokeniser: Tokeniser, cache: Toke
         lambda data, other: b"",
         lambda data, other: data[: len(data) // 2],
         lambda data, other: data[:-1] + bytes([data[-1] ^ 1]),
-        lambda data, other: data.replace(b'"truncated":"0"', b'"truncated":"7"'),
+        lambda data, other: data.replace(b'truncated\\": 0', b'truncated\\": 7'),
         lambda data, other: other,
     ],
     ids=["empty", "torn", "a bit", "a count", "other rows"],

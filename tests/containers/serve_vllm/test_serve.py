@@ -25,10 +25,10 @@ import requests
 from tests.patience import PATIENCE_SECONDS
 
 from containers.common.chat import load_tokenizer
-from containers.common.rows import Row
 from containers.common.sealing import make_seal
 from containers.serve_vllm import vllm_cpu
 from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.rows import Row
 from dropforge.run.artifacts import Manifest, download_prefix, read_artifact, read_manifest
 from dropforge.run.record import Parity, RunState
 from dropforge.run.seal import ROWS, Seal, SealedRow, read_seal

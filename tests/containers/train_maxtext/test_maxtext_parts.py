@@ -20,7 +20,7 @@ from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMO
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
-from containers.common.rows import Row, Split
+from containers.common.rows import Split
 from containers.common.stop import Stopped
 from containers.common.token_rows import TokenRows
 from containers.train_maxtext import check, imports, stages
@@ -42,6 +42,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
 from dropforge.fit.maxtext import FAMILIES as KNOWN_FAMILIES
 from dropforge.fit.maxtext import padded_length
+from dropforge.rows import Row
 from dropforge.spec import JobSpec
 from dropforge.spec.job import Evaluation
 

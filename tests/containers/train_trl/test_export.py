@@ -216,7 +216,7 @@ def test_a_loaded_model_is_compared_with_its_files_in_every_bit(family: same_cla
 
 def test_a_tokenizer_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     from containers.common.chat import load_tokenizer
-    from containers.common.rows import Row
+    from dropforge.rows import Row
 
     tokenizer = load_tokenizer(str(base_of("llama31")), trust_remote_code=False)
     row = Row(({"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}))

@@ -281,7 +281,7 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
     if not is_current(record):
         return superseded(record)
     _tell_training(context, _before_teardown(record), attempt, spec, is_over=True)
-    for notice in (_truncation(spec, metrics), _not_finite(odd)):
+    for notice in (_truncation(spec, metrics), _unused(manifest.unused_fields), _not_finite(odd)):
         if notice is not None:
             record = warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=gate)
@@ -329,6 +329,14 @@ def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | Non
         f"{cut_rows:.0f} of {rows:.0f} rows were cut after {length} tokens: raise training.max_length, or shorten them"
     )
     return Notice("rows-truncated", "has trained on cut rows", text)
+
+
+def _unused(fields: list[str]) -> Notice | None:
+    """A notice about fields of the data that nothing has read: the author may have meant something by them."""
+    if not fields:
+        return None
+    text = f"{', '.join(fields)}: if one of them should teach something, write it into the messages or the templates"
+    return Notice("fields-unused", "has not used fields of its data", text)
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:
