@@ -7,7 +7,6 @@ account.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime, timedelta
@@ -48,6 +47,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         self._bucket = environment[BUCKET_VARIABLE]
         self._url = environment[URL_VARIABLE]
         self._body = environment[REQUEST_VARIABLE].encode()
+        self._host = environment.get(HOST_VARIABLE, "metadata.google.internal")
         self._own, self._retrying = own, retrying
         self._spec: Any = None
         self._lock = Lock()  # the threads of a transfer ask once
@@ -105,7 +105,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         differs between the versions in the images. Raises RefreshError.
         """
         query = urlencode({"audience": self._url, "format": "full"})
-        url = f"http://{os.environ.get(HOST_VARIABLE, 'metadata.google.internal')}{IDENTITY}?{query}"
+        url = f"http://{self._host}{IDENTITY}?{query}"
         answer = request(url, method="GET", headers={"Metadata-Flavor": "Google"}, timeout=TIMEOUT_SECONDS)
         if answer.status != 200:
             message = f"the metadata server answered {answer.status} to {IDENTITY}; expected an identity token"

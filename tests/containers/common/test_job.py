@@ -32,7 +32,7 @@ from containers.common.report import (
     Reporter,
     resident_mib,
 )
-from containers.common.stop import StopRequest
+from containers.common.stop import Stopped, StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, NotFound, SpecProblem
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest
@@ -140,6 +140,23 @@ def test_a_stop_before_there_is_anything_to_save_is_no_failure(stop: StopRequest
 
     outcome = outcome_of(run, job(), stop, Redactor())
     assert (outcome.reason, outcome.step, outcome.agreed) == ("preempted", 0, False)
+
+
+def test_a_second_signal_does_not_interrupt_the_clean_up(stop: StopRequest) -> None:
+    cleaned = []
+
+    def run() -> Outcome:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Stopped as request:
+            signal.raise_signal(signal.SIGTERM)  # an impatient person, or the deadline
+            cleaned.append(request.reason)
+            return Outcome.stopped(request.reason, 7, stop.agreed)
+        raise AssertionError("never reached")
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert cleaned == ["preempted"]
+    assert (outcome.reason, outcome.step) == ("preempted", 7)
 
 
 def test_secrets_are_taken_out_of_what_is_said() -> None:
