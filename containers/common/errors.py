@@ -8,7 +8,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dropforge.base.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
+from dropforge.base.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec, NotFound
+from dropforge.cloud import classify as google
 
 SEE_LOG = "see the container's log for the whole error"
 DIVERGED = "the training diverged: lower training.learning_rate, or look for malformed rows"
@@ -94,16 +95,13 @@ def classify(error: Exception) -> JobError:
         return config_error(str(error))
     if isinstance(error, CloudError):
         return JobError(error.error_class, _EXIT_CODES.get(error.error_class, INTERNAL), error.message, error.hint)
-    names = {kind.__name__ for kind in type(error).__mro__}
-    known = _classify_library_error(names, f"{type(error).__name__}: {error}")
-    return known or _classify_passing_error(error, names) or _unknown(error, names)
+    names, text = {kind.__name__ for kind in type(error).__mro__}, f"{type(error).__name__}: {error}"
+    known = _classify_library_error(names, text) or _classify_lost_rank(error, names)
+    return known or _classify_request(error, text) or _unknown(error, names)
 
 
 def _classify_library_error(names: set[str], text: str) -> JobError | None:
-    """Errors that the user or the operator can mend.
-
-    By class name: this module then need not import torch, huggingface_hub or google.api_core.
-    """
+    """By class name: this module then need not import torch or huggingface_hub."""
     if names & {"OutOfMemoryError", "MemoryError"}:
         return out_of_memory(text)
     if names & {"GatedRepoError"}:
@@ -112,23 +110,33 @@ def _classify_library_error(names: set[str], text: str) -> JobError | None:
         return JobError(ErrorClass.TRANSIENT, INTERNAL, text, "the Hugging Face Hub was not reached")
     if names & {"RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"}:
         return missing(text, "check the id and the revision; a private repository needs a token in `secrets`: HF_TOKEN")
-    if names & {"Forbidden", "Unauthorized", "GoogleAuthError"}:
-        return forbidden(text, "grant the training service account access to the resource that the message names")
-    if "NotFound" in names:
-        return missing(text, "check the URI and that the object exists")
+    if names & {"HfHubHTTPError", "OfflineModeIsEnabled"}:
+        return JobError(ErrorClass.TRANSIENT, INTERNAL, text, _AGAIN)
     return None
 
 
-def _classify_passing_error(error: Exception, names: set[str]) -> JobError | None:
+def _classify_lost_rank(error: Exception, names: set[str]) -> JobError | None:
     gloo = _GLOO.search(str(error))
     if names & _LOST or gloo:
         text = gloo[0] if gloo else str(error)
         hint = "another rank was lost; dropforge tries the run again"
         return infrastructure_error(f"{type(error).__name__}: {text}", hint)
-    if names & _PASSING:
-        text, hint = f"{type(error).__name__}: {error}", "a temporary failure; dropforge tries the run again"
-        return JobError(ErrorClass.TRANSIENT, INTERNAL, text, hint)
     return None
+
+
+def _classify_request(error: Exception, text: str) -> JobError | None:
+    """The failure of a request, in the class that it has in the functions. None for another error."""
+    if isinstance(error, NotFound):
+        return missing(text, _ABSENT)
+    if not google.is_client_error(error):
+        return None
+    error_class = google.classify(error).error_class
+    if error_class is ErrorClass.PERMISSION:
+        return forbidden(text, "grant the training service account access to the resource that the message names")
+    if error_class is ErrorClass.CONFIG:
+        return missing(text, _ABSENT) if google.status_of(error) == "NOT_FOUND" else config_error(text)
+    # Also for a quota and a stock-out: no container asks for machines, so its request was one too many at that moment.
+    return JobError(ErrorClass.TRANSIENT, INTERNAL, text, _AGAIN)
 
 
 def _unknown(error: Exception, names: set[str]) -> JobError:
@@ -151,15 +159,7 @@ def place_of(error: BaseException) -> str:
 
 _EXIT_CODES = {ErrorClass.CONFIG: BAD_CONFIG, ErrorClass.PERMISSION: NOT_FOUND}
 
-# A broken connection or a failing server: Google's clients, requests, and httpx below the Hub's client.
-_PASSING = {
-    "GoogleAPICallError",
-    "RetryError",
-    "RequestException",
-    "TransportError",
-    "HfHubHTTPError",
-    "OfflineModeIsEnabled",
-}
+_AGAIN, _ABSENT = "a temporary failure; dropforge tries the run again", "check the URI and that the object exists"
 
 # A collective that another rank did not finish. NCCL raises types of its own; gloo raises RuntimeError.
 _LOST = {"DistBackendError", "DistNetworkError", "DistStoreError"}

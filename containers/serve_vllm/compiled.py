@@ -46,7 +46,6 @@ from .children import die_with_parent
 VARIABLE = "DROPFORGE_COMPILE_CACHE"
 IMAGE_VARIABLE = "DROPFORGE_IMAGE"  # the reference of the container's image
 _SECONDS = 30.0  # without a byte from Cloud Storage
-_TOTAL_SECONDS = 60.0  # of all tries of a request
 _LOOK_SECONDS = 1.0
 _BLOCK_BYTES = 1 << 20
 # A driver's program is on the PATH on Cloud Run; on GKE it is where the device plugin mounts it.
@@ -231,7 +230,7 @@ def _download(client: Any, kept: Kept, directory: Path) -> int:
     with tempfile.TemporaryFile(dir=directory.parent) as file:
         blob = client.bucket(kept.bucket).blob(kept.name)
         # One byte more than an archive may have shows that it has too many.
-        blob.download_to_file(file, end=most, raw_download=True, **_patience())
+        blob.download_to_file(file, end=most, raw_download=True, timeout=_SECONDS)
         if file.tell() > most:
             raise Unfit(f"it has more than {most} bytes")
         unpack(file, directory, kept.kind)
@@ -244,7 +243,7 @@ def keep(client: Any, kept: Kept) -> bool:
 
     blob = client.bucket(kept.bucket).blob(kept.name)
     try:
-        if blob.exists(**_patience()):
+        if blob.exists(timeout=_SECONDS):
             return False
         if kept.kind.stays:
             _check_disk(kept)
@@ -255,9 +254,9 @@ def keep(client: Any, kept: Kept) -> bool:
             if size > kept.kind.most_archive_bytes:
                 raise Unfit(f"the archive would have {size} bytes; expected {kept.kind.most_archive_bytes} at most")
             try:
-                blob.upload_from_file(file, rewind=True, size=size, if_generation_match=0, **_patience())
+                blob.upload_from_file(file, rewind=True, size=size, if_generation_match=0, timeout=_SECONDS)
             except (Forbidden, PreconditionFailed):  # nobody may replace an archive
-                if blob.exists(**_patience()):
+                if blob.exists(timeout=_SECONDS):
                     return False  # another instance was first
                 raise
     except Exception as error:  # noqa: BLE001  (whatever it is, the next start compiles again)
@@ -321,12 +320,6 @@ def _files(directory: Path, kind: Kind) -> Iterator[Path]:
         for root, _, names_ in os.walk(directory / place):
             paths = (Path(root, name) for name in sorted(names_))
             yield from (path for path in paths if path.is_file() and not path.is_symlink())
-
-
-def _patience() -> dict[str, Any]:
-    from google.cloud.storage.retry import DEFAULT_RETRY
-
-    return {"timeout": _SECONDS, "retry": DEFAULT_RETRY.with_timeout(_TOTAL_SECONDS)}
 
 
 def _clear(directory: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.api_core.exceptions import RetryError
 from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import RefreshError
 
+from dropforge.cloud.retrying import DEADLINE_VARIABLE, Retrying
 from dropforge.cloud.run_access import RunCredentials
 
 FUNCTION = "https://us-central1-p.cloudfunctions.net/dropforge-access"
@@ -46,7 +49,8 @@ def google() -> Google:
 
 @pytest.fixture
 def credentials() -> RunCredentials:
-    return RunCredentials(ENVIRONMENT, AnonymousCredentials())
+    passed = str(time.time() - 1)  # a deadline that is over: one try
+    return RunCredentials(ENVIRONMENT, AnonymousCredentials(), Retrying({DEADLINE_VARIABLE: passed}))
 
 
 def token(credentials: RunCredentials, google: Google, path: str) -> str:
@@ -71,7 +75,8 @@ def test_a_token_is_renewed_before_it_ends(credentials: RunCredentials, google: 
     assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-1"
     credentials.expiry -= timedelta(seconds=3600 - 60)
     assert token(credentials, google, "/storage/v1/b/runs/o") == "Bearer token-2"
-    assert credentials.present(google)[0] == "token-2"
+    credentials.expiry -= timedelta(seconds=3600 - 60)
+    assert credentials.present(google)[0] == "token-3"
 
 
 @pytest.mark.parametrize("spec", [{"name": "a"}, None])
@@ -89,11 +94,12 @@ def test_the_threads_of_a_transfer_ask_once(credentials: RunCredentials, google:
     assert found == {"Bearer token-1"}
 
 
-@pytest.mark.parametrize(("status", "is_retryable"), [(404, False), (403, False), (429, True), (503, True)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(404, RefreshError), (403, RefreshError), (429, RetryError), (503, RetryError)]
+)
 def test_a_refusal_says_what_the_function_answered(
-    credentials: RunCredentials, google: Google, status: int, is_retryable: bool
+    credentials: RunCredentials, google: Google, status: int, kind: type[Exception]
 ) -> None:
     google.status = status
-    with pytest.raises(RefreshError, match=f"access at {FUNCTION} answered {status}") as refused:
+    with pytest.raises(kind, match=f"access at {FUNCTION} answered {status}"):
         token(credentials, google, "/storage/v1/b/runs/o")
-    assert refused.value.retryable is is_retryable

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from dropforge.base.errors import CloudError, ErrorClass
@@ -32,22 +33,72 @@ _BY_STATUS = {
 # Compute Engine answers 403 (https://cloud.google.com/compute/docs/api-rate-limits).
 _MAY_BE_RATE = frozenset({"RESOURCE_EXHAUSTED", "ABORTED", "PERMISSION_DENIED"})
 _MAY_BE_QUOTA = frozenset({"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "PERMISSION_DENIED"})
-_BY_HTTP = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
+_BY_HTTP = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
+    422: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    501: "UNIMPLEMENTED",
+}
+# The status of an exception that carries none: of its nearest class in this table. By name, because not every process
+# imports all of these libraries. Google's clients raise the exceptions of all but httpx, which the Hugging Face Hub's
+# client uses (tests/cloud/test_every_exception.py).
+_BY_TYPE = {
+    "builtins.ConnectionError": "UNAVAILABLE",
+    "builtins.TimeoutError": "UNAVAILABLE",
+    "http.client.HTTPException": "UNAVAILABLE",
+    "http.client.InvalidURL": "INVALID_ARGUMENT",
+    "google.auth.exceptions.GoogleAuthError": "UNAUTHENTICATED",
+    "google.auth.exceptions.DefaultCredentialsError": "UNAVAILABLE",  # the metadata server did not answer in seconds
+    "google.auth.exceptions.MalformedError": "INVALID_ARGUMENT",
+    "google.auth.exceptions.InvalidOperation": "INVALID_ARGUMENT",
+    "google.auth.exceptions.InvalidResource": "INVALID_ARGUMENT",
+    "google.auth.exceptions.InvalidType": "INVALID_ARGUMENT",
+    "google.auth.exceptions.InvalidValue": "INVALID_ARGUMENT",
+    "google.auth.exceptions.OAuthError": "UNAVAILABLE",  # it has lost its status (google.oauth2.utils)
+    "google.auth.exceptions.ResponseError": "UNAVAILABLE",
+    "google.auth.exceptions.TimeoutError": "UNAVAILABLE",
+    "google.auth.exceptions.TransportError": "UNAVAILABLE",
+    "google.api_core.exceptions.GoogleAPIError": "UNAVAILABLE",
+    "google.api_core.exceptions.AsyncRestUnsupportedParameterError": "INVALID_ARGUMENT",
+    "google.api_core.exceptions.DuplicateCredentialArgs": "INVALID_ARGUMENT",
+    "google.cloud.storage.exceptions.DataCorruption": "UNAVAILABLE",
+    "google.cloud.storage.exceptions.InvalidPathError": "INVALID_ARGUMENT",
+    "google.cloud.storage.exceptions.InvalidResponse": "UNAVAILABLE",
+    "google.resumable_media.common.DataCorruption": "UNAVAILABLE",
+    "google.resumable_media.common.InvalidResponse": "UNAVAILABLE",
+    "google.cloud.pubsub_v1.publisher.exceptions.FlowControlLimitError": "UNAVAILABLE",
+    "google.cloud.pubsub_v1.publisher.exceptions.MessageTooLargeError": "INVALID_ARGUMENT",
+    "google.cloud.pubsub_v1.publisher.exceptions.PublishToPausedOrderingKeyException": "UNAVAILABLE",
+    "grpc.FutureCancelledError": "UNAVAILABLE",
+    "grpc.FutureTimeoutError": "UNAVAILABLE",
+    "grpc.RpcError": "UNAVAILABLE",
+    "httpx.TransportError": "UNAVAILABLE",
+    "requests.exceptions.RequestException": "UNAVAILABLE",
+    "requests.exceptions.InvalidHeader": "INVALID_ARGUMENT",
+    "requests.exceptions.InvalidSchema": "INVALID_ARGUMENT",
+    "requests.exceptions.InvalidURL": "INVALID_ARGUMENT",
+    "requests.exceptions.MissingSchema": "INVALID_ARGUMENT",
+    "requests.exceptions.StreamConsumedError": "INVALID_ARGUMENT",
+    "requests.exceptions.URLRequired": "INVALID_ARGUMENT",
+    "requests.exceptions.UnrewindableBodyError": "INVALID_ARGUMENT",
+    "urllib3.exceptions.HTTPError": "UNAVAILABLE",
+    "urllib3.exceptions.LocationValueError": "INVALID_ARGUMENT",
+    "urllib3.exceptions.ProxySchemeUnsupported": "INVALID_ARGUMENT",
+    "urllib3.exceptions.UnrewindableBodyError": "INVALID_ARGUMENT",
+}
+_SPENT = "google.api_core.exceptions.RetryError"
 _HINTS = {
     ErrorClass.QUOTA: "ask for quota in this region (IAM & Admin > Quotas), or add a placement in another region",
     ErrorClass.STOCKOUT: "Google has no capacity left there now; add placements in other regions",
     ErrorClass.PERMISSION: "grant the missing role to the service account that the message names",
     ErrorClass.CONFIG: "the request itself is wrong; correct the spec or the deployment's settings",
     ErrorClass.TRANSIENT: "this is temporary; dropforge tries again",
-}
-# The Kubernetes API: its 429 never means a lack of machines, which the events of a pod report. A status that is not in
-# this map is temporary: an overloaded server, a conflict with another writer, a TLS handshake with a restarting server.
-_BY_KUBERNETES = {
-    **_BY_HTTP,
-    405: "UNIMPLEMENTED",
-    413: "INVALID_ARGUMENT",
-    415: "INVALID_ARGUMENT",
-    422: "INVALID_ARGUMENT",
 }
 _KUBERNETES_PERMISSION = (
     "grant the control plane's service account roles/container.developer, or roles/container.clusterViewer and a Role "
@@ -79,9 +130,14 @@ def kubernetes_errors() -> tuple[type[Exception], ...]:
 
 
 def classify_kubernetes(error: Exception) -> CloudError:
-    """The CloudError for an exception of the Kubernetes client or of its connection."""
-    http = getattr(error, "status", None)
-    classified = classify_text(_BY_KUBERNETES.get(http or 0, "UNAVAILABLE"), _kubernetes_message(error))
+    """The CloudError for an exception of the Kubernetes client or of its connection.
+
+    Its 429 never means a lack of machines, which the events of a pod report. A status without an entry is temporary: an
+    overloaded server, a conflict with another writer, a TLS handshake with a restarting server.
+    """
+    http = getattr(error, "status", None) or 0
+    status = "UNAVAILABLE" if http == 429 else _BY_HTTP.get(http, "UNAVAILABLE")
+    classified = classify_text(status, _kubernetes_message(error))
     if classified.error_class is ErrorClass.PERMISSION:
         classified.hint = _KUBERNETES_PERMISSION
     return classified
@@ -95,15 +151,65 @@ def classify_text(status: str, message: str) -> CloudError:
 
 def status_of(error: Exception) -> str:
     """The canonical status of a client's exception, over gRPC or REST; UNAVAILABLE for a broken connection."""
-    code: Any = getattr(error, "grpc_status_code", None)
-    if code is not None:
+    if (code := _grpc_code(error)) is not None:
         return str(code.name)
-    response: Any = getattr(error, "response", None)
     try:
-        return str(response.json()["error"]["status"])
+        return str(error.response.json()["error"]["status"])  # type: ignore[attr-defined]
     except (AttributeError, KeyError, TypeError, ValueError):
-        http: Any = getattr(error, "code", None)
-        return _BY_HTTP.get(http, "RESOURCE_EXHAUSTED" if http == 429 else "UNAVAILABLE")
+        pass
+    if (http := _http_of(error)) is not None:
+        return _BY_HTTP.get(http, "UNAVAILABLE")
+    if getattr(error, "retryable", False):  # of google.auth
+        return "UNAVAILABLE"
+    caught = error.args[0] if error.args else None  # by google.auth or requests
+    if isinstance(caught, Exception) and is_client_error(caught):
+        return status_of(caught)
+    return next(_listed(error), "UNAVAILABLE")
+
+
+def is_client_error(error: Exception) -> bool:
+    """Whether a client of Google's APIs, or its connection, raises such an exception."""
+    return next(_listed(error), None) is not None
+
+
+def is_passing(http: int) -> bool:
+    """Whether the same request may succeed soon, by the HTTP status of its answer.
+
+    That is a time-out, too many requests, or a failure of the server. 501 is none: that server never does it.
+    """
+    return http in (408, 429) or (http >= 500 and http != 501)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same call may succeed soon. Not after a RetryError: a client has waited for that already."""
+    if not is_client_error(error) or _SPENT in _names(error):
+        return False
+    if _grpc_code(error) is None and (http := _http_of(error)) is not None:
+        return is_passing(http)
+    return classify(error).error_class not in (ErrorClass.PERMISSION, ErrorClass.CONFIG)
+
+
+def _grpc_code(error: Exception) -> Any:
+    """The grpc.StatusCode of an exception of google.api_core or of grpc itself; None without one."""
+    code = getattr(error, "code", None)
+    return getattr(error, "grpc_status_code", None) or (code() if callable(code) else None)
+
+
+def _http_of(error: Exception) -> int | None:
+    """The HTTP status of the answer, which is with the exception or among its arguments; None without an answer."""
+    response = getattr(error, "response", None)
+    found = [getattr(error, "code", None), getattr(response, "status_code", None)]
+    found += [getattr(argument, "status", None) for argument in error.args]
+    return next((int(status) for status in found if isinstance(status, int)), None)
+
+
+def _listed(error: Exception) -> Iterator[str]:
+    """The statuses of the exception's classes in the table, the nearest class first."""
+    return (_BY_TYPE[name] for name in _names(error) if name in _BY_TYPE)
+
+
+def _names(error: Exception) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
 
 
 def _class_of(status: str, message: str) -> ErrorClass:

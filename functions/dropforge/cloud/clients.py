@@ -34,6 +34,7 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from .hub import Hub
+from .retrying import FIRST_SECONDS, Retrying
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
@@ -67,10 +68,14 @@ def _once(make: C) -> C:
 
 
 class Clients:
-    """The clients of one process, each made on first use. `environment` names the emulators, if any."""
+    """The clients of one process, each made on first use. `environment` names the emulators, if any.
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    `retrying` is how a container of a run repeats what it asks.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ, first_wait_seconds: float = FIRST_SECONDS) -> None:
         self.environment = environment
+        self.retrying = Retrying(environment, first_wait_seconds)
         self.kubernetes = lru_cache(maxsize=8)(self._kubernetes)
         self._made: dict[str, Any] = {}
         self._making = RLock()  # a client may need another
@@ -98,27 +103,25 @@ class Clients:
         if not has_access(self.environment):
             return None
         own = _anonymous() if self.environment.get("STORAGE_EMULATOR_HOST") else self._credentials()
-        return RunCredentials(self.environment, own)
+        return RunCredentials(self.environment, own, self.retrying)
 
     def run_token(self) -> tuple[str, int]:
-        """The present token of the run's credentials, and its seconds to live. Raises GoogleAuthError."""
+        """The present token of the run's credentials, and its seconds to live. Raises what RunCredentials raises."""
         token, seconds = self.run_credentials().present(self._run_request())
         return token, seconds
 
     def run_spec(self) -> Any:
         """The spec of the run, a JSON object, as the function `access` gave it; None if it gave none.
 
-        A function that cannot be reached is asked again, as in a request to Cloud Storage. Raises GoogleAuthError.
+        Raises what RunCredentials raises.
         """
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
         credentials = self.run_credentials()
-        return None if credentials is None else DEFAULT_RETRY(credentials.spec)(self._run_request())
+        return None if credentials is None else credentials.spec(self._run_request())
 
     def _run_session(self, credentials: Any) -> Any:
-        from .sessions import GoogleSession
+        from .sessions import RetryingSession
 
-        session = GoogleSession(credentials, auth_request=self._run_request())  # type: ignore[call-arg]
+        session = RetryingSession(credentials, self.retrying, auth_request=self._run_request())
         session.trust_env = not self.environment.get("STORAGE_EMULATOR_HOST")
         return session
 
@@ -157,13 +160,19 @@ class Clients:
     def publisher(self) -> Any:
         """A publisher that sends two messages in one request: each waits PAIR_SECONDS for another.
 
-        The library sends a batch before the message that would be its last.
+        The library sends a batch before the message that would be its last. In a container of a run, a thread of the
+        library repeats a request that failed for the moment.
         """
         from google.cloud import pubsub_v1
 
+        from .run_access import has_access
+
+        options = pubsub_v1.types.PublisherOptions()
+        if has_access(self.environment):
+            options = options._replace(retry=self.retrying.policy())
         credentials = None if self.environment.get("PUBSUB_EMULATOR_HOST") else self._credentials()
         settings = pubsub_v1.types.BatchSettings(max_messages=3, max_latency=PAIR_SECONDS)
-        return pubsub_v1.PublisherClient(settings, credentials=credentials)
+        return pubsub_v1.PublisherClient(settings, options, credentials=credentials)
 
     @_once
     def run_jobs(self) -> Any:
@@ -434,10 +443,21 @@ class Clients:
 
     @_once
     def _credentials(self) -> Any:
-        """The process's Google credentials: all clients share them, so one renewal of the token serves all."""
+        """The process's Google credentials: all clients share them, so one renewal of the token serves all.
+
+        A container of a run has them from the metadata server. google.auth.default would look for others, and give up
+        when that server does not answer within seconds.
+        """
         import google.auth
 
-        credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+        from .run_access import has_access
+
+        scopes = ["https://www.googleapis.com/auth/cloud-platform"]
+        if has_access(self.environment):
+            from google.auth import compute_engine
+
+            return compute_engine.Credentials(scopes=scopes)
+        credentials, _ = google.auth.default(scopes=scopes)
         return credentials
 
 

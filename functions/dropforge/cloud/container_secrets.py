@@ -29,7 +29,7 @@ def load_secrets(clients: Clients, environ: MutableMapping[str, str]) -> None:
 
     Raises CloudError and leaves `environ` unchanged: CONFIG if DROPFORGE_SECRETS is malformed, or if a version does not
     exist or is not enabled; PERMISSION if the container may not read it. The error names variable and secret, never a
-    value. Other failures of Secret Manager are raised as google.api_core raises them; trying again may help.
+    value. A failure that may pass is waited for; then it is raised as google.api_core raises it.
     """
     if text := environ.get(VARIABLE):
         values = {name: _read(clients, name, reference) for name, reference in _parse(text).items()}
@@ -58,7 +58,8 @@ def _read(clients: Clients, name: str, reference: str) -> str:
     from .clients import TIMEOUT_SECONDS
 
     try:
-        data = clients.secrets().access_secret_version(name=reference, timeout=TIMEOUT_SECONDS).payload.data
+        ask = clients.secrets().access_secret_version
+        data = ask(name=reference, timeout=TIMEOUT_SECONDS, retry=clients.retrying.policy()).payload.data
     except (Forbidden, Unauthorized):
         hint = "grant the container's service account roles/secretmanager.secretAccessor on the secret"
         raise CloudError(ErrorClass.PERMISSION, f"{reference}, for {name}, may not be read", hint) from None

@@ -7,10 +7,10 @@ account.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
@@ -18,25 +18,37 @@ from urllib.parse import urlencode
 from google.auth.credentials import Credentials
 from google.auth.exceptions import RefreshError
 
+from dropforge.base.redact import cut
+
+from .classify import is_passing
+from .retrying import Retrying
+
 BUCKET_VARIABLE = "DROPFORGE_RUNS_BUCKET"
 URL_VARIABLE = "DROPFORGE_ACCESS_URL"  # of the function
 REQUEST_VARIABLE = "DROPFORGE_ACCESS_REQUEST"  # JSON: the run, and the proof that the container is the run's
 HOST_VARIABLE = "GCE_METADATA_HOST"  # of google-auth, too
 IDENTITY = "/computeMetadata/v1/instance/service-accounts/default/identity"
 TIMEOUT_SECONDS = 60.0  # the function may have to start
+_LONGEST_ANSWER = 300  # of what an error quotes
 # https://cloud.google.com/storage/docs/json_api: requests and uploads name the bucket in the same place
 _BUCKET = re.compile(r"/storage/v1/b/([^/?]+)")
 
 
 class RunCredentials(Credentials):  # type: ignore[misc]
-    """The token of the run for its bucket, and the account's own credentials for all other buckets."""
+    """The token of the run for its bucket, and the account's own credentials for all other buckets.
 
-    def __init__(self, environment: Mapping[str, str], own: Credentials) -> None:
+    Whoever needs the token waits while the function or the metadata server fails for the moment: other libraries than
+    ours give up soon, or at once. So every method raises GoogleAuthError for a final refusal, and RetryError when the
+    time of `retrying` is over.
+    """
+
+    def __init__(self, environment: Mapping[str, str], own: Credentials, retrying: Retrying) -> None:
         super().__init__()
         self._bucket = environment[BUCKET_VARIABLE]
         self._url = environment[URL_VARIABLE]
         self._body = environment[REQUEST_VARIABLE].encode()
-        self._own = own
+        self._host = environment.get(HOST_VARIABLE, "metadata.google.internal")
+        self._own, self._retrying = own, retrying
         self._spec: Any = None
         self._lock = Lock()  # the threads of a transfer ask once
 
@@ -50,14 +62,14 @@ class RunCredentials(Credentials):  # type: ignore[misc]
             super().before_request(request, method, url, headers)
 
     def present(self, request: Callable[..., Any]) -> tuple[str, int]:
-        """The token, renewed if it must be, and its seconds to live. Raises GoogleAuthError."""
+        """The token, renewed if it must be, and its seconds to live."""
         with self._lock:
             if not self.valid:
                 self.refresh(request)
             return str(self.token), int((self.expiry - _now()).total_seconds())
 
     def spec(self, request: Callable[..., Any]) -> Any:
-        """The run's spec, which came with the token: a JSON object. Raises GoogleAuthError.
+        """The run's spec, which came with the token: a JSON object.
 
         None in a server, and from a function of a version before 2026-11-27.
         """
@@ -65,16 +77,26 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         return self._spec
 
     def refresh(self, request: Callable[..., Any]) -> None:
-        """Ask for a new token. Raises RefreshError, which is retryable unless the function refuses."""
+        """Ask for a new token."""
+        self._retrying(partial(self._ask, request))
+
+    def _ask(self, request: Callable[..., Any]) -> None:
+        """Ask for a new token once. Raises RefreshError, which is retryable unless the function refuses."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._identity(request)}"}
         answer = request(self._url, method="POST", body=self._body, headers=headers, timeout=TIMEOUT_SECONDS)
         text = _text(answer.data)
         if answer.status != 200:
-            message = f"the function access at {self._url} answered {answer.status}: {text[:300]}"
-            raise RefreshError(message, retryable=answer.status in (408, 429) or answer.status >= 500)
-        granted = json.loads(text)
-        self.token, self._spec = granted["access_token"], granted.get("spec")
-        self.expiry = _now() + timedelta(seconds=int(granted["expires_in"]))
+            raise RefreshError(self._said(answer.status, text), retryable=is_passing(answer.status))
+        try:
+            granted = json.loads(text)
+            token, seconds = str(granted["access_token"]), int(granted["expires_in"])
+        except (ValueError, KeyError, TypeError):  # the page of a proxy
+            raise RefreshError(f"{self._said(200, text)}; expected a token", retryable=True) from None
+        self.token, self._spec = token, granted.get("spec")
+        self.expiry = _now() + timedelta(seconds=seconds)
+
+    def _said(self, status: int, text: str) -> str:
+        return f"the function access at {self._url} answered {status}: {cut(text, _LONGEST_ANSWER)}"
 
     def _identity(self, request: Callable[..., Any]) -> str:
         """An identity token of the container's account for the function, from the metadata server.
@@ -83,11 +105,11 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         differs between the versions in the images. Raises RefreshError.
         """
         query = urlencode({"audience": self._url, "format": "full"})
-        url = f"http://{os.environ.get(HOST_VARIABLE, 'metadata.google.internal')}{IDENTITY}?{query}"
+        url = f"http://{self._host}{IDENTITY}?{query}"
         answer = request(url, method="GET", headers={"Metadata-Flavor": "Google"}, timeout=TIMEOUT_SECONDS)
         if answer.status != 200:
             message = f"the metadata server answered {answer.status} to {IDENTITY}; expected an identity token"
-            raise RefreshError(message, retryable=answer.status in (404, 429) or answer.status >= 500)
+            raise RefreshError(message, retryable=is_passing(answer.status) or answer.status == 404)
         return _text(answer.data)
 
 

@@ -10,8 +10,7 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from google.auth.exceptions import GoogleAuthError
-
+from .classify import client_errors
 from .clients import Clients
 
 HOST = "127.0.0.1"
@@ -35,7 +34,7 @@ def _handler(clients: Clients) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             try:
                 answer = _answer(clients, self.path.partition("?")[0])
-            except GoogleAuthError as error:  # clients ask again after a 503
+            except client_errors() as error:  # some clients ask again after a 503
                 return self.send_error(503, explain=str(error))
             if self.headers.get("Metadata-Flavor") != "Google" or answer is None:
                 return self.send_error(404)

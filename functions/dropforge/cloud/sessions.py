@@ -18,8 +18,14 @@ from google.auth.transport.requests import AuthorizedSession
 from requests.adapters import HTTPAdapter
 from requests.structures import CaseInsensitiveDict
 
+from dropforge.base.redact import cut
+
+from .classify import is_passing
+from .retrying import Retrying
+
 # Connections that a session keeps: as many as a sweep has threads. The default of ten would make most of them again.
 CONNECTIONS = 32
+_LONGEST_ANSWER = 300  # of what an error quotes
 PLAIN_URL = re.compile(r"https?://[\w.-]+(?::\d+)?/[\w.~!$&'()*+,;=:@/?%-]*", re.ASCII)
 
 
@@ -96,6 +102,35 @@ class LeanSession(requests.Session):
 
 class GoogleSession(AuthorizedSession, LeanSession):  # type: ignore[misc]
     """A lean session that sends the token of Google credentials, and renews the token when it must."""
+
+
+class RetryingSession(GoogleSession):
+    """A container's session: it repeats a request that failed for the moment, as long as `retrying` allows.
+
+    The clients above it repeat for minutes only, and do not know which errors of credentials may pass.
+    """
+
+    def __init__(self, credentials: Any, retrying: Retrying, **options: Any) -> None:
+        super().__init__(credentials, **options)  # type: ignore[call-arg]
+        self._retrying = retrying
+
+    def request(  # type: ignore[override]
+        self, method: str, url: str, *arguments: Any, **options: Any
+    ) -> requests.Response:
+        """Raises google.api_core.exceptions.RetryError when the time is over."""
+        send = super().request
+
+        def once() -> requests.Response:
+            response: requests.Response = send(method, url, *arguments, **options)
+            if is_passing(response.status_code):
+                # Without the query: the id of a resumable upload lets anybody write.
+                said = f"{method} {url.partition('?')[0]}: {cut(response.text, _LONGEST_ANSWER)}"
+                from google.api_core.exceptions import from_http_status
+
+                raise from_http_status(response.status_code, said, response=response)
+            return response
+
+        return self._retrying(once)
 
 
 def session_with(token: str) -> LeanSession:

@@ -44,6 +44,8 @@ _WORKERS = 8  # Cloud Storage serves a stream at about 100 MB/s; the client keep
 # its own default is 100 MiB (google.cloud.storage.Blob.upload_from_file).
 _PART_BYTES = 16 << 20
 _TIMEOUT_SECONDS = 120.0  # to connect, and between two reads; not for a whole transfer
+# From the first byte of a file, for its part after a broken connection; the client's default is 120 s.
+_DOWNLOAD_SECONDS = 3600.0
 
 
 class ArtifactFile(BaseModel):
@@ -407,12 +409,15 @@ def _sha256_of(blob: Any) -> str:
 
 
 def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
     name = blob.name.removeprefix(prefix)
     path = directory / name
     if not path.resolve().is_relative_to(directory.resolve()):
         raise DropforgeError(f"object name {blob.name!r} would be written outside of {str(directory)!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    blob.download_to_filename(str(path), checksum="crc32c", timeout=_TIMEOUT_SECONDS)
+    retry = DEFAULT_RETRY.with_timeout(_DOWNLOAD_SECONDS)
+    blob.download_to_filename(str(path), checksum="crc32c", timeout=_TIMEOUT_SECONDS, retry=retry)
     return describe_file(path, name)
 
 

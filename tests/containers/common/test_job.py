@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.api_core import exceptions
+from google.auth.exceptions import RefreshError
 from tests.patience import PATIENCE_SECONDS
 
 from containers.common.errors import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, JobError, classify
@@ -30,8 +32,8 @@ from containers.common.report import (
     Reporter,
     resident_mib,
 )
-from containers.common.stop import StopRequest
-from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
+from containers.common.stop import Stopped, StopRequest
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, NotFound, SpecProblem
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest
 from dropforge.run.events import JobEvent, Progress, Started, events_of, parse_job_event
@@ -85,13 +87,15 @@ def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Excep
             ErrorClass.TRANSIENT,
             INTERNAL,
         ),
-        (named("NotFound"), ErrorClass.CONFIG, NOT_FOUND),
-        (named("Forbidden"), ErrorClass.PERMISSION, NOT_FOUND),
-        (
-            named("ServiceUnavailable", bases=(type("GoogleAPICallError", (Exception,), {}),)),
-            ErrorClass.TRANSIENT,
-            INTERNAL,
-        ),
+        (named("HfHubHTTPError"), ErrorClass.TRANSIENT, INTERNAL),
+        (NotFound("no objects below gs://b/model/"), ErrorClass.CONFIG, NOT_FOUND),
+        (exceptions.NotFound("no such bucket"), ErrorClass.CONFIG, NOT_FOUND),
+        (exceptions.BadRequest("a name of 2,000 bytes"), ErrorClass.CONFIG, BAD_CONFIG),
+        (exceptions.Forbidden("no"), ErrorClass.PERMISSION, NOT_FOUND),
+        (exceptions.ServiceUnavailable("not now"), ErrorClass.TRANSIENT, INTERNAL),
+        (exceptions.TooManyRequests("slower"), ErrorClass.TRANSIENT, INTERNAL),
+        (RefreshError("access answered 403"), ErrorClass.PERMISSION, NOT_FOUND),
+        (RefreshError("access answered 503", retryable=True), ErrorClass.TRANSIENT, INTERNAL),
         (named("TemplateError"), ErrorClass.CONFIG, BAD_CONFIG),
         (ValueError("a bug"), ErrorClass.CODE, INTERNAL),
     ],
@@ -136,6 +140,23 @@ def test_a_stop_before_there_is_anything_to_save_is_no_failure(stop: StopRequest
 
     outcome = outcome_of(run, job(), stop, Redactor())
     assert (outcome.reason, outcome.step, outcome.agreed) == ("preempted", 0, False)
+
+
+def test_a_second_signal_does_not_interrupt_the_clean_up(stop: StopRequest) -> None:
+    cleaned = []
+
+    def run() -> Outcome:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Stopped as request:
+            signal.raise_signal(signal.SIGTERM)  # an impatient person, or the deadline
+            cleaned.append(request.reason)
+            return Outcome.stopped(request.reason, 7, stop.agreed)
+        raise AssertionError("never reached")
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert cleaned == ["preempted"]
+    assert (outcome.reason, outcome.step) == ("preempted", 7)
 
 
 def test_secrets_are_taken_out_of_what_is_said() -> None:

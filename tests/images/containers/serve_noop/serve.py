@@ -65,9 +65,25 @@ def read_adapters() -> None:
 
 
 def call(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
-        found: bytes = answer.read()
-    return found
+    """One call, again and again for some minutes while its failure may pass, as real containers do."""
+    deadline = time.monotonic() + 200.0
+    while True:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+                found: bytes = answer.read()
+            return found
+        except HTTPError as error:
+            if not is_passing(error.code) or time.monotonic() > deadline:
+                raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def is_passing(status: int) -> bool:
+    """dropforge/cloud/classify.py."""
+    return status in (408, 429) or (status >= 500 and status != 501)
 
 
 def compared(request: dict[str, Any]) -> dict[str, object]:

@@ -25,10 +25,6 @@ from dropforge.spec import parse_spec
 SEEN_SECONDS = 1.5  # so that whoever looks at processes finds this one
 
 
-class RequestException(Exception):
-    """What passes by itself: the attempt is tried again."""
-
-
 def main() -> int:
     job, redact, stop, clients = Job.from_environment(), Redactor(), StopRequest(), Clients()
     reporter = Reporter(job, redact, clients)
@@ -52,7 +48,8 @@ def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Out
         betray(value)
     time.sleep(SEEN_SECONDS)
     if job.attempt == 1 and spec.labels.get("behave") == "fail-once":
-        raise RequestException(f"refused: {values!r}, {' '.join(map(quote, values))}")
+        # What passes by itself: the attempt is tried again.
+        raise ConnectionError(f"refused: {values!r}, {' '.join(map(quote, values))}")
     if spec.labels.get("behave") == "quote-a-row":
         raise ValueError("could not collate {'prompt': 'RowCanary51c', 'completion': 'RowCanary51c'}")
     manifest = {

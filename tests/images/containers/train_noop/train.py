@@ -75,16 +75,23 @@ def access() -> Any:
 
 
 def send(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
-    """One call, again and again for a minute when the cloud cannot be reached, as Google's clients do."""
+    """One call, again and again for some minutes while its failure may pass, as real containers do."""
     deadline = time.monotonic() + 200.0
     while True:
         try:
-            return exchange(address, method, path, body, headers)
+            status, answer = exchange(address, method, path, body, headers)
+            if not is_passing(status) or time.monotonic() > deadline:
+                return status, answer
         except (OSError, EOFError):
             disconnect(address)
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)
+        time.sleep(0.1)
+
+
+def is_passing(status: int) -> bool:
+    """dropforge/cloud/classify.py."""
+    return status in (408, 429) or (status >= 500 and status != 501)
 
 
 def exchange(address: str, method: str, path: str, body: bytes, headers: str) -> tuple[int, bytes]:
