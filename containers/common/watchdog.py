@@ -29,7 +29,7 @@ STDERR = 2
 
 
 class Pause:
-    """How long the training has made no step, and how long that may last."""
+    """How long the training has made no step while this process ran, and how long that may last."""
 
     def __init__(self, stall: float = STALL_SECONDS, first: float = FIRST_STEP_SECONDS) -> None:
         self.seconds = 0.0
@@ -43,7 +43,8 @@ class Pause:
         return max(self._stall, STEPS * self._longest) if self._steps else max(self._stall, self._first)
 
     def passed(self, seconds: float) -> None:
-        self.seconds += seconds
+        """Time has passed between two ticks; if it is much longer than a tick, this process did not run."""
+        self.seconds += min(seconds, 2 * TICK_SECONDS)
 
     def stepped(self) -> None:
         """A step has ended. The time of the first step tells nothing about the others."""
@@ -60,8 +61,7 @@ class Pause:
 class Watchdog:
     """Ends the process if no `step` comes in time: writes the stacks of all threads, calls `end`, and exits.
 
-    Use it as a context around the training alone. It counts the time in which this process runs: a machine that was
-    suspended has not stalled. A thread that holds the interpreter's lock for ever stops the watchdog, too.
+    Use it as a context around the training alone. A thread that holds the interpreter's lock for ever stops it, too.
     """
 
     def __init__(self, where: str, end: Callable[[JobError], None] = lambda error: None) -> None:
@@ -86,12 +86,11 @@ class Watchdog:
             self._pause.stepped()
 
     def _watch(self) -> None:
-        told = False
-        while not self._closed.is_set():
-            began = time.monotonic()
-            self._closed.wait(TICK_SECONDS)
+        told, began = False, time.monotonic()
+        while not self._closed.wait(TICK_SECONDS):
             with self._lock:
-                self._pause.passed(min(time.monotonic() - began, 2 * TICK_SECONDS))
+                began, before = time.monotonic(), began
+                self._pause.passed(began - before)
                 seconds, limit, text = self._pause.seconds, self._pause.limit, self._pause.describe()
             if seconds > limit:
                 self._stop(text)
@@ -108,5 +107,6 @@ class Watchdog:
         hint = "the log has the stacks of its threads; dropforge resumes the run from its checkpoint"
         try:
             self._end(infrastructure_error(f"{self._where} stalled: {text}", hint))
-        finally:
-            exit_now(INTERNAL)
+        except Exception as error:  # noqa: BLE001  (the exit code tells the end, too)
+            log(f"the stall was not reported: {error!r}", stage="train", severity="ERROR")
+        exit_now(INTERNAL)
