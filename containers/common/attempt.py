@@ -72,6 +72,11 @@ class Attempt:
         self.reporter.succeeded(manifest)
         log("succeeded", stage="train", run=self.job.run, attempt=manifest.attempt, metrics=manifest.metrics)
 
+    def fail(self, error: JobError) -> None:
+        """Report the end of an attempt whose main thread is stuck; the caller then ends the process."""
+        conclude(self.job, Outcome.failed(error), self.directory, self.reporter)
+        self.reporter.close()
+
 
 def run_attempt(
     run: Callable[[Attempt], Outcome],

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from containers.common.errors import (
-    INTERNAL,
+    BAD_CONFIG,
+    BAD_DATA,
     OUT_OF_MEMORY,
     JobError,
     classify,
@@ -113,7 +114,7 @@ class Runner:
             failure = killed(stage, code)
         else:
             failure = JobError.from_json(result["error"])
-        if failure.exit_code == INTERNAL:
+        if failure.exit_code not in (BAD_CONFIG, BAD_DATA):  # those say all that a user can mend
             print(self.log_tail(stage), file=sys.stderr, flush=True)
         raise failure
 

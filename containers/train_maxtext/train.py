@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from containers.common.evaluation import steps_between
+from containers.common.watchdog import Watchdog
 from dropforge.spec import JobSpec
 
 from .batches import Data
@@ -39,10 +40,11 @@ def run(work: Work) -> Result:
         def report(**fields: Any) -> None:
             file.write(json.dumps(fields) + "\n")
 
-        return train(work, report, lambda: bool(signals))
+        watchdog = Watchdog("the training", lambda error: work.write_result("train", {"error": error.to_json()}))
+        return train(work, report, lambda: bool(signals), watchdog)
 
 
-def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
+def train(work: Work, report: Report, stop: Callable[[], bool], watchdog: Watchdog) -> Result:
     """Train to the last step, or to the next step once `stop` is true; resumes the newest checkpoint.
 
     The result has the last step, and from before and after: the loss on the probe rows, and the held-out rows' scores.
@@ -60,22 +62,29 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     settings = [*common(prepared), *arguments(spec, prepared, work, steps, initial_weights(spec, work))]
     config = pyconfig.initialize_pydantic([train_sft.__file__, *settings])
     train_sft.validate_config(config)
+    write_no_metrics(train_sft)
     trainer, mesh = train_sft.setup_trainer_state(config)
     accumulate_in_optimizer(trainer)
     resumed = trainer.train_steps
     source = batches(data, config.micro_batch_size_to_train_on, spec, resumed, steps, stop)
     batch_hooks = BatchHooks(config, mesh, source)
     now = (trainer, mesh, config, data, batch_hooks)
+
+    def report_step(**fields: Any) -> None:
+        watchdog.step()
+        report(**fields)
+
     curve = None
     if spec.evaluation and prepared["rows_eval"]:
         curve = Curve(lambda: probe_loss(*now), steps_between_probes(config, data, steps))
-    step_hooks = StepHooks(report, steps, curve)
+    step_hooks = StepHooks(report_step, steps, curve)
     trainer.with_data_hooks(batch_hooks)
     trainer.with_training_hooks(step_hooks)
     before, judged_before = (probe_loss(*now), judge(*now)) if resumed == 0 else (None, None)
     report(step=resumed, total_steps=steps, loss_before=before, judged_before=judged_before, **size)
     began = time.monotonic()
-    train_sft.train_model(config, trainer, mesh)
+    with watchdog:
+        train_sft.train_model(config, trainer, mesh)
     seconds = time.monotonic() - began
     reached = int(trainer.train_steps)
     stopped = stop() and reached < steps
@@ -118,6 +127,16 @@ def initial_weights(spec: JobSpec, work: Work) -> str:
     if work.checkpoints.exists() or not load_method(spec.training.method).STARTS_FROM_BASE:
         return ""
     return str(work.done("import")["parameters"])
+
+
+def write_no_metrics(train_sft: Any) -> None:
+    """Take the metrics logger out of the settings that MaxText makes for Tunix.
+
+    MaxText 0.2.5 names its `tensorboard_dir` there, whatever enable_tensorboard says. Tunix then writes below the
+    output directory, on a Ray cluster the runs bucket, with the account's own credentials instead of the run's token.
+    """
+    make = train_sft.get_tunix_config
+    train_sft.get_tunix_config = lambda config: replace(make(config), metrics_logging_options=None)
 
 
 def accumulate_in_optimizer(trainer: Any) -> None:

@@ -14,12 +14,16 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from containers.common.attempt import exit_now
 from containers.common.errors import INTERNAL, JobError, infrastructure_error
+from containers.common.watchdog import Watchdog
 from containers.train_maxtext.stages import classify_stage, stage_main
 from containers.train_maxtext.work import Result, Work, write_json
 from dropforge.cloud.clients import Clients
@@ -44,11 +48,10 @@ def run(work: Work) -> Result:
     if not shared.newest() and work.result("import"):
         shared.upload_imported(Path(work.done("import")["parameters"]))
     exchange = make_exchange()
-    with Relay(work, exchange):
-        fit(work, hosts, shared.root, exchange)
+    relay(work, exchange, in_thread(lambda: fit(work, hosts, shared.root, exchange)))
     result = dict(ray.get(exchange.outcome.remote()) or {})
-    ray.shutdown()
     if error := result.get("error"):
+        print(f"host {result['host']}: {result['traceback']}", file=sys.stderr)
         raise JobError.from_json(error)
     if "step" not in result:
         raise lost("the workers ended without a result")
@@ -56,6 +59,42 @@ def run(work: Work) -> Result:
         step = result["step"]
         shared.download_weights(step, work.checkpoints / str(step) / "model_params")
     return result
+
+
+def in_thread(function: Callable[[], None]) -> Future[None]:
+    """Call a function in a thread that may wait for ever: the end of this process ends the thread, too."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001  (the future raises it)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fit", daemon=True).start()
+    return future
+
+
+def relay(work: Work, exchange: Any, fitting: Future[None]) -> None:
+    """Write the workers' reports to the progress file and forward SIGTERM to the workers, until there is an outcome.
+
+    One host has the outcome of all: after its error, the others wait for it in a collective. Raises what `fitting`
+    raises.
+    """
+    import ray
+
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    over, outcome = False, {}
+    with work.progress.open("a", buffering=1) as file:
+        while not over and not outcome:
+            over = bool(wait([fitting], POLL_SECONDS).done)
+            reports, outcome = ray.get(exchange.take.remote(bool(signals)))
+            for report in reports:
+                if all(math.isfinite(value) for value in report.values() if isinstance(value, float)):
+                    file.write(json.dumps(report) + "\n")
+    if not outcome:
+        fitting.result()
 
 
 def fit(work: Work, hosts: Slice, root: str, exchange: Any) -> None:
@@ -94,7 +133,10 @@ def fit(work: Work, hosts: Slice, root: str, exchange: Any) -> None:
 
 
 def train_on_host(config: dict[str, Any]) -> None:
-    """Train in a worker. The run's own errors end the attempt; Ray restarts the workers after other errors."""
+    """Train in a worker. The run's own errors end the attempt; Ray restarts the workers after other errors.
+
+    An error of any host is the outcome of all: none can take a step without that host.
+    """
     import jax
     import ray
 
@@ -102,18 +144,20 @@ def train_on_host(config: dict[str, Any]) -> None:
 
     lend(Clients())  # before anything opens the bucket
     exchange, inputs = config["exchange"], ray.get(config["inputs"])
-    first = jax.process_index() == 0
+    host = jax.process_index()
     with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:
         work = unpack(Path(directory), inputs)
         try:
             read_weights(initial_weights(work.spec, work))
-            result = train(work, reporter_to(exchange) if first else lambda **_: None, stop_together(exchange))
+            watchdog = Watchdog(f"host {host}")  # Ray restarts the workers after the end of one
+            report = (lambda **_: None) if host else reporter_to(exchange)
+            result = train(work, report, stop_together(exchange), watchdog)
         except Exception as error:
             failure = classify_stage(error)
             if failure.exit_code == INTERNAL and not isinstance(error, JobError):
                 raise  # a peer is lost, or memory is short: Ray restarts the workers
-            result = {"error": failure.to_json()}
-    if first:
+            result = {"error": failure.to_json(), "host": host, "traceback": traceback.format_exc()}
+    if host == 0 or "error" in result:
         ray.get(exchange.finish.remote(result))
 
 
@@ -180,7 +224,7 @@ def unpack(directory: Path, inputs: dict[str, Any]) -> HostWork:
 
 
 def make_exchange() -> Any:
-    """An actor on the head: the first worker reports to it, and asks it whether to stop."""
+    """An actor on the head. The first worker reports to it and asks it whether to stop; each worker tells its error."""
     import ray
 
     class Exchange:
@@ -192,54 +236,23 @@ def make_exchange() -> Any:
         def report(self, fields: dict[str, Any]) -> None:
             self._reports.append(fields)
 
-        def take(self, stopping: bool) -> list[dict[str, Any]]:
+        def take(self, stopping: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            """The reports since the last call, and the outcome if there is one."""
             self._stopping = self._stopping or stopping
             reports, self._reports = self._reports, []
-            return reports
+            return reports, self._outcome
 
         def stopping(self) -> bool:
             return self._stopping
 
         def finish(self, outcome: dict[str, Any]) -> None:
-            self._outcome = outcome
+            self._outcome = self._outcome or outcome  # the first error is the cause of the others
 
         def outcome(self) -> dict[str, Any]:
             return self._outcome
 
     head = {"node:__internal_head__": 0.001}
     return ray.remote(num_cpus=0, resources=head)(Exchange).remote()
-
-
-class Relay:
-    """Writes the workers' reports to the progress file, and forwards SIGTERM to the workers."""
-
-    def __init__(self, work: Work, exchange: Any) -> None:
-        self._work = work
-        self._exchange = exchange
-        self._stopping = threading.Event()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._relay, name="relay", daemon=True)
-
-    def __enter__(self) -> Relay:
-        signal.signal(signal.SIGTERM, lambda number, frame: self._stopping.set())
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join(POLL_SECONDS * 20)
-
-    def _relay(self) -> None:
-        import ray
-
-        with self._work.progress.open("a", buffering=1) as file:
-            while True:
-                last = self._done.wait(POLL_SECONDS)
-                for report in ray.get(self._exchange.take.remote(self._stopping.is_set())):
-                    if all(math.isfinite(value) for value in report.values() if isinstance(value, float)):
-                        file.write(json.dumps(report) + "\n")
-                if last:
-                    return
 
 
 def worker_environment(*, tpu: bool) -> dict[str, str]:
@@ -256,4 +269,4 @@ def lost(why: str) -> JobError:
 
 
 if __name__ == "__main__":
-    sys.exit(stage_main("train", run))
+    exit_now(stage_main("train", run))  # Ray ends the workers of a process that has ended, whatever they wait for

@@ -15,6 +15,7 @@ from containers.common.checkpoints import CheckpointStore
 from containers.common.errors import finite
 from containers.common.report import Load, ProgressMeter, resident_mib
 from containers.common.stop import StopRequest
+from containers.common.watchdog import Watchdog
 from containers.common.world import World
 
 
@@ -65,6 +66,16 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             self._meter.step(state.global_step, int(state.num_input_tokens_seen), state.epoch)
+
+
+class TellWatchdog(TrainerCallback):  # type: ignore[misc]
+    """Tells the watchdog of each step, in every rank."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._watchdog.step()
 
 
 class MeasureHeldOut(TrainerCallback):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from containers.common.outcome import Outcome
 from containers.common.publish import Metrics, Provenance, publish, write_card
 from containers.common.report import ProgressMeter
 from containers.common.tokenise import TokenCache, Tokeniser
+from containers.common.watchdog import Watchdog
 from containers.common.world import World
 from dropforge.base.log import log
 from dropforge.fit.phases import LOSS_TOKENS
@@ -204,7 +205,7 @@ def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int
 
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
-    from .callbacks import MeasureHeldOut, ReportProgress, StopOnRequest, UploadCheckpoints, load_now
+    from .callbacks import MeasureHeldOut, ReportProgress, StopOnRequest, TellWatchdog, UploadCheckpoints, load_now
     from .merge import check_adapter
     from .trainer import freeze_other_parts, keep_gradients, keep_precision, trained_parameters
 
@@ -227,9 +228,10 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     if spec.evaluation and inputs.examples.held_out:
         loss_of, every = held_out_loss(inputs, trainer.total_steps(), world.size)
         trainer.add_callback(MeasureHeldOut(meter, loss_of, every))
-    for callback in (ReportProgress(meter), uploads, StopOnRequest(attempt.stop)):
+    watchdog = Watchdog(f"rank {world.rank}" if world.sharded else "the training", attempt.fail)
+    for callback in (TellWatchdog(watchdog), ReportProgress(meter), uploads, StopOnRequest(attempt.stop)):
         trainer.add_callback(callback)
-    with attempt.stop.deferred():
+    with attempt.stop.deferred(), watchdog:
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return directory / f"checkpoint-{trainer.state.global_step}"
 

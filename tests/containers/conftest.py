@@ -29,13 +29,14 @@ from dropforge.run.series import Series, read_series
 from dropforge_local import shims, tiny
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
+from dropforge_local.base.identity import CLOUD_PLATFORM
 from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.stack.deployment import libraries_environment
 
-from . import forked
+from . import accounts, forked
 from .forked import Forked
 from .maxtext import base_qwen3, image_driver, maxtext_image, maxtext_zygote, slow_driver, uninterrupted_maxtext
 from .names import DATA, PROJECT, ROOT, RUN_KEY, RUNS, TOPIC, attempt_environment, changed
@@ -65,11 +66,13 @@ class Cloud:
     def names(self, bucket: str, prefix: str) -> list[str]:
         return [blob.name for blob in self.client.list_blobs(bucket, prefix=prefix)]
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, caller: str = "") -> dict[str, str]:
+        """What Google's libraries need in a container: of the project's owner, or of an account (accounts.py)."""
+        token = accounts.IDENTITY.token("OAuth2", CLOUD_PLATFORM, caller)
         return {
             "PATH": os.environ["PATH"],
             "HOME": os.environ.get("HOME", "/tmp"),
-            **libraries_environment(self.server.url, self.server.grpc_address, "local"),
+            **libraries_environment(*self.server.addresses(caller), token),
             "DROPFORGE_CPU_STANDS_IN": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -189,9 +192,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         pubsub.create_subscription(SUBSCRIPTION, TOPIC, {"ackDeadlineSeconds": 600})
         secrets = SecretManagerEmulator(db, clock, PROJECT)
         secrets.set_secret("my-key", CANARY.encode())
-        return [StorageEmulator(db, directory / "blobs", clock), pubsub, secrets]
+        return [StorageEmulator(db, directory / "blobs", clock), pubsub, secrets, *accounts.services()]
 
-    with BackgroundServer(build) as server:
+    with BackgroundServer(build, accounts.CALLERS) as server:
         options = {"api_endpoint": server.url}
         client = storage.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
         client.create_bucket(RUNS)

@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, cast
 
 import pytest
 
 from containers.common import attempt
 from containers.common.attempt import Attempt, run_attempt
-from containers.common.errors import STOPPED
+from containers.common.errors import STOPPED, infrastructure_error
 from containers.common.job import Job
 from containers.common.outcome import Outcome
 from containers.common.redactor import Redactor
-from dropforge.run.events import Preempted, parse_job_event
+from containers.common.report import Reporter
+from dropforge.base.errors import ErrorClass
+from dropforge.run.events import Failed, Preempted, parse_job_event
 
 from ...deployments import Memory
 
@@ -104,3 +107,21 @@ def test_the_spec_is_read_from_the_bucket_only_if_it_did_not_come_with_the_token
     parts |= {"job": job, "directory": tmp_path, "redact": Redactor(), "client": bucket}
     spec = Attempt(**parts, given_spec=lambda: document | {"name": "given"} if given else None).load_spec()
     assert spec.name == ("given" if given else "stored")
+
+
+@pytest.mark.usefixtures("signals")
+def test_another_thread_can_end_an_attempt_whose_main_thread_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clients = Stopping()
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    job, redact = Job.from_environment(), Redactor()
+    parts: Any = dict.fromkeys(("stop", "client", "checkpoints", "given_spec"))
+    stuck = Attempt(job, tmp_path, redact, reporter=Reporter(job, redact, cast(Any, clients)), **parts)
+    watchdog = Thread(target=stuck.fail, args=(infrastructure_error("the training stalled", "see the log"),))
+    watchdog.start()
+    watchdog.join()
+    (event,) = [parse_job_event(data) for data in clients.published]
+    assert isinstance(event, Failed)
+    assert (event.error_class, event.message) == (ErrorClass.INFRASTRUCTURE, "the training stalled")

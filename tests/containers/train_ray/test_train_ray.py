@@ -23,12 +23,15 @@ import psutil
 import pytest
 from tests.patience import TRAIN_SECONDS
 
+from containers.common.errors import NOT_FOUND
 from containers.train_maxtext.work import Work
 from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge.spec import JobSpec
 from dropforge_local import shims
+from dropforge_local.base.recording import TRAINER
 from dropforge_local.containers.images import ImageStore, Process
 
+from .. import accounts
 from ..maxtext import (
     PERIOD,
     QUICK_XLA,
@@ -46,9 +49,39 @@ from ..quick import Zygote
 pytestmark = pytest.mark.slow
 
 HOSTS, CHIPS = 2, 4
+RUN = f"test-{uuid.uuid4().hex[:12]}"  # of all attempts: a machine's environment tells the run of its token
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 # One host and two hosts train the same batches; only the order of the sums differs.
 LOSS_TOLERANCE = 1e-4
+
+
+# The train stage, in which the second host is refused something while the first waits for it in a collective.
+ONE_HOST_FAILS = """
+import sys
+from containers.common.attempt import exit_now
+from containers.train_maxtext.stages import stage_main
+from containers.train_ray import train as stage
+
+train_on_host = stage.train_on_host
+
+def fail_on_one_host(config):
+    import jax
+    from containers.train_maxtext import train as maxtext
+    from google.api_core.exceptions import Forbidden
+    from jax.experimental import multihost_utils
+
+    def train(*_):
+        multihost_utils.sync_global_devices("both hosts train")
+        if jax.process_index() == 1:
+            raise Forbidden("storage.objects.create was denied to host 1")
+        multihost_utils.sync_global_devices("the second host never comes")
+
+    maxtext.train = train
+    train_on_host(config)
+
+stage.train_on_host = fail_on_one_host
+exit_now(stage_main("train", stage.run))
+"""
 
 
 class Cluster:
@@ -112,7 +145,7 @@ class Cluster:
 
     def workers(self) -> list[psutil.Process]:
         """Ray Train's workers, one on each host."""
-        return [worker for worker in self.processes() if any("RayTrainWorker" in word for word in worker.cmdline())]
+        return [process for process in self.processes() if is_worker(process)]
 
     def processes(self) -> list[psutil.Process]:
         processes = psutil.Process(self.zygote.pid).children(recursive=True)
@@ -138,6 +171,13 @@ class Cluster:
             node.wait()
 
 
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return any("RayTrainWorker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return False
+
+
 def healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/healthz", timeout=60) as answer:
@@ -156,7 +196,9 @@ def free_port() -> int:
 def cluster(maxtext_zygote: Zygote, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("ray")
     image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
-    own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
+    at_account = cloud.environment(TRAINER)
+    own = {name: value for name, value in at_account.items() if name != "PATH"}
+    own |= accounts.container_environment(at_account["STORAGE_EMULATOR_HOST"], RUN)
     with tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True) as short:
         cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own), maxtext_zygote)
         try:
@@ -189,15 +231,17 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
 def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one_host_does(
     driver: Driver, cluster: Cluster, uninterrupted_maxtext: Uninterrupted, events: Any, series: Any, tmp_path: Path
 ) -> None:
-    """A killed worker costs the steps since the last checkpoint; a stopped attempt costs no step."""
+    """A killed worker costs the steps since the last checkpoint; a stopped attempt costs no step.
+
+    The machines' account may not touch the runs bucket, so every library must write there with the run's token.
+    """
     alone = uninterrupted_maxtext.result
     rows = job_spec()["training"]["per_device_train_batch_size"]
     document = job_spec(training={"per_device_train_batch_size": rows // HOSTS})
-    run = f"test-{uuid.uuid4().hex[:12]}"
-    work, saved = tmp_path / "work" / run, f"checkpoints/{run}/maxtext/run/checkpoints"
+    work, saved = tmp_path / "work" / RUN, f"checkpoints/{RUN}/maxtext/run/checkpoints"
     import_as(uninterrupted_maxtext, work, document)
     # Enough time to save a checkpoint on a machine that is busy with other tests.
-    first = driver.start(document, run, DROPFORGE_GRACE_SECONDS="100")
+    first = driver.start(document, RUN, DROPFORGE_GRACE_SECONDS="100")
     wait_for_object(driver.cloud, f"{saved}/{PERIOD}/commit_success.txt", first)
     cluster.workers()[-1].kill()
     resumed = wait_for_second_start(work / "progress.jsonl", first)
@@ -239,6 +283,28 @@ def test_two_hosts_killed_stopped_and_resumed_elsewhere_train_the_model_that_one
         probe = {"loss": "probe_loss", "loss_before": "probe_loss_before"}.get(name, name)
         assert metrics[probe] == pytest.approx(alone[name], abs=LOSS_TOLERANCE), name
     assert (metrics["steps"], metrics["tokens"]) == (STEPS, alone["tokens"])
+
+
+def test_the_final_error_of_one_host_ends_all_hosts(driver: Driver, cluster: Cluster, tmp_path: Path) -> None:
+    """The other hosts wait for it in a collective, and Ray Train for them."""
+    work = Work(tmp_path)
+    work.begin(JobSpec.model_validate(job_spec()).model_dump(mode="json", by_alias=True), [])
+    work.write_result("prepare", {"tpu": False})
+    work.rows.write_bytes(b"")
+    stage = Driver(driver.cloud, (cluster.image.argv[0], "-c", ONE_HOST_FAILS, str(tmp_path)), driver.environment)
+    ended = stage.start(job_spec(), RUN)
+    try:
+        assert ended.wait() == NOT_FOUND, ended.output[-3000:]
+    finally:
+        stage.end()
+    failed = (work.result("train") or {})["error"]
+    assert failed["error_class"] == "permission"
+    assert "storage.objects.create was denied to host 1" in failed["message"]
+    assert "host 1: Traceback" in ended.output
+    deadline = time.monotonic() + TRAIN_SECONDS
+    while cluster.workers():
+        assert time.monotonic() < deadline, "a worker outlives the training"
+        time.sleep(0.2)
 
 
 def wait_for_second_start(progress: Path, attempt: Attempt, timeout: float = TRAIN_SECONDS) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -140,6 +141,23 @@ def test_a_rank_that_hears_no_signal_does_not_cost_the_last_event(trainer: Any, 
         for rank in filter(psutil.Process.is_running, deaf):  # the end of a container would end them
             rank.kill()
     assert [event.type for event in events(attempt.run)] == ["started", "preempted"]
+
+
+def test_a_rank_that_waits_for_a_silent_rank_ends_all_ranks_with_its_stacks(
+    trainer: Any, spec: Spec, events: Any
+) -> None:
+    long = {**LONG, "max_steps": 10_000, "checkpoint_steps": 10_000}
+    attempt = trainer.start(spec(training=long), processes=2, DROPFORGE_STALL_SECONDS="10")
+    attempt.wait_for('"total_steps": 10000')
+    silent = rank_processes(attempt.process.pid)[1]
+    silent.send_signal(signal.SIGSTOP)  # it hears no SIGTERM either: accelerate kills it
+    assert attempt.wait() == 70, attempt.output
+    assert not silent.is_running()
+    failed = events(attempt.run)[-1]
+    assert (failed.type, failed.error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
+    assert "rank 0 stalled: no step for 1" in failed.message
+    stacks = attempt.output[attempt.output.index('"severity": "ERROR", "message": "rank 0 has made no step for 1') :]
+    assert re.search(r'containers/train_trl/train.py", line \d+ in train', stacks)
 
 
 def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, events: Any) -> None:
