@@ -1,4 +1,4 @@
-"""How long what a client holds stays good; a stack's configuration may shorten it. Without imports: a command reads it."""
+"""How long what a client holds stays good. A stack's configuration may shorten it."""
 
 from __future__ import annotations
 
