@@ -11,6 +11,7 @@ SPEC ?= examples/local/cloud_run.json
 SERVE ?= transformers
 TARGET ?= cloud_run
 COUNT ?= 100000
+MINUTES ?= 30
 FIRST ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2> /dev/null || echo 0))
 SUITE := $(BIN)/python -P tools/suite.py --numprocesses 5 --dist loadfile --durations 30
 NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/gke tests/platforms/ray tests/platforms/tpu_vm \
@@ -72,6 +73,9 @@ bench: $(STAMP) ## measure; prints medians
 crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
 	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
+soak: $(STAMP) ## train on TARGET, or serve (TARGET=endpoint), for MINUTES (30) while tokens end and machines stop; prints what grows
+	@$(BIN)/python -m bench._soak $(TARGET) --minutes $(MINUTES)
+
 rollouts: $(STAMP) ## 50 rollouts and 20 rollbacks of a named endpoint under load; prints failed requests (some minutes)
 	@$(BIN)/python -m tests.stack.rollouts load --rollouts 50 --rollbacks 20
 
@@ -123,4 +127,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-engines test-all test-fast check format schemas bench crash rollouts seeds fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean
+.PHONY: help setup maxtext vllm demo test test-engines test-all test-fast check format schemas bench crash soak rollouts seeds fuzz mutants lock registry images images-local deploy destroy tables docs checkov clean

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import jwt
 
-from dropforge_local.base.identity import CLOUD_PLATFORM, Claims, Identity, new_identity
+from dropforge_local.base.identity import BOUNDED, CLOUD_PLATFORM, Claims, Identity, new_identity
 
 TEXT, OTHER = new_identity(), new_identity()
 IDENTITY = Identity(TEXT)
@@ -98,3 +98,20 @@ def test_a_token_that_was_valid_expires(monkeypatch: pytest.MonkeyPatch) -> None
     expiry = jwt.decode(token, certs=identity.certificates())["exp"]
     monkeypatch.setattr(time, "time", lambda: float(expiry + 1))
     assert not identity.is_known(bearer(token))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lifetime", "known"), [(BOUNDED, 60, False), (BOUNDED, 3600, True), ("OAuth2", 60, True)]
+)
+def test_a_token_within_a_boundary_is_valid_for_the_lifetime(kind: str, lifetime: int, known: bool) -> None:
+    """The other access tokens are those of a container's start, which nothing renews."""
+    token = Identity(TEXT, now=lambda: time.time() - 61, lifetime=lifetime).token(kind, URL)
+    assert IDENTITY.is_known(bearer(token)) is known
+
+
+def test_a_short_lifetime_gives_tokens_that_are_still_good() -> None:
+    """The same token is given again for a part of its lifetime only."""
+    now = 1_000_000_059.0
+    identity = Identity(TEXT, now=lambda: now, lifetime=60)
+    claims = jwt.decode(identity.token("OIDC", URL), certs=identity.certificates(), clock_skew_in_seconds=10**10)
+    assert now + 50 < claims["exp"] <= now + 60

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from tests.patience import looks
+from tests.patience import PATIENCE_SECONDS, looks
 
 from dropforge_local.base import ports
 from dropforge_local.base.db import Database
@@ -74,6 +74,23 @@ def test_every_part_stops_when_one_raises() -> None:
 
     assert_nothing_listens(asyncio.run(run()))
     assert [part.stops for part in parts] == [1, 1, 1]
+
+
+def test_the_server_closes_a_connection_that_has_no_requests_for_its_time() -> None:
+    async def run() -> tuple[bytes, bytes]:
+        server = Server([Part()], keep_alive_seconds=0.01)
+        await server.start()
+        reader, writer = await asyncio.open_connection(HOST, server.http_port)
+        writer.write(b"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            status, rest = await reader.readline(), await reader.read()
+        writer.close()
+        await server.stop()
+        return status, rest
+
+    status, rest = asyncio.run(run())
+    assert status.split()[1] == b"501"
+    assert rest.endswith(b"}")
 
 
 def test_background_server_ends_its_thread_when_a_part_cannot_stop() -> None:

@@ -22,11 +22,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth import crypt, jwt
 from google.auth.exceptions import GoogleAuthError
 
+from .lifetimes import TOKEN_SECONDS
+
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 PREFIX = "dropforge-local"
 BOUNDED = "bounded"  # the kind of an access token within a Credential Access Boundary, which is its audience, as JSON
 ISSUER: Final = "https://accounts.google.com"
-LIFETIME_SECONDS: Final = 3600  # of Google's identity tokens
 REUSE_SECONDS: Final = 300  # calls within this time get the same token, as from Google's metadata server
 _CALLER: Final = "dropforge_caller"  # a claim that Google's tokens lack
 
@@ -49,12 +50,17 @@ def new_identity(secret: str = "") -> str:
 
 
 class Identity:
-    """Signs and checks tokens with the secret and the key of a state directory: the text of `new_identity`."""
+    """Signs and checks tokens with the secret and the key of a state directory: the text of `new_identity`.
 
-    def __init__(self, text: str, now: Callable[[], float] = time.time) -> None:
+    `lifetime`: seconds until an identity token, or a token within a boundary, expires.
+    """
+
+    def __init__(self, text: str, now: Callable[[], float] = time.time, lifetime: int = TOKEN_SECONDS) -> None:
         secret, _, self._pem = text.partition("\n")
         self._secret = secret.encode()
         self._now = now
+        self.lifetime = lifetime
+        self._period = min(REUSE_SECONDS, max(1, lifetime // 12))  # a token that is given again is nearly new
         self._reused = lru_cache(256)(self._identity_token)
         self._verified = lru_cache(256)(self._verify)
 
@@ -64,8 +70,9 @@ class Identity:
         `email` is the address of that account, which an identity token tells its receiver.
         """
         if kind == "OIDC":
-            return self._reused(audience, caller, email, int(self._now()) // REUSE_SECONDS)
-        claims = base64.urlsafe_b64encode(json.dumps([kind, audience, caller]).encode()).decode()
+            return self._reused(audience, caller, email, int(self._now()) // self._period)
+        expiry = self._now() + self.lifetime if kind == BOUNDED else None  # no container renews the token of its start
+        claims = base64.urlsafe_b64encode(json.dumps([kind, audience, caller, expiry]).encode()).decode()
         return f"{PREFIX}.{claims}.{self._sign(claims)}"
 
     def claims(self, headers: Mapping[str, str]) -> Claims | None:
@@ -79,7 +86,9 @@ class Identity:
             return self._claims_of_identity_token(token)
         if not hmac.compare_digest(parts[2], self._sign(parts[1])):
             return None
-        return Claims(*json.loads(base64.urlsafe_b64decode(parts[1])))
+        kind, audience, caller, *expiry = json.loads(base64.urlsafe_b64decode(parts[1]))
+        is_over = bool(expiry and expiry[0] and expiry[0] < self._now())
+        return None if is_over else Claims(kind, audience, caller)
 
     def is_known(self, headers: Mapping[str, str]) -> bool:
         """Whether the request carries any token of this stack."""
@@ -105,12 +114,12 @@ class Identity:
         return hmac.new(self._secret, claims.encode(), hashlib.sha256).hexdigest()
 
     def _identity_token(self, audience: str, caller: str, email: str, period: int) -> str:
-        issued = period * REUSE_SECONDS
+        issued = period * self._period
         subject = str(int.from_bytes(hashlib.sha256((email or caller).encode()).digest()) % 10**21)
         claims = {"iss": ISSUER, "aud": audience, "sub": subject, "azp": subject, "iat": issued, _CALLER: caller}
         if email:
             claims |= {"email": email, "email_verified": True}
-        claims["exp"] = issued + LIFETIME_SECONDS
+        claims["exp"] = issued + self.lifetime
         token: bytes = jwt.encode(self._signer, claims)
         return token.decode()
 

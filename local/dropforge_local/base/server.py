@@ -17,6 +17,7 @@ from aiohttp import web
 from .browsers import refuse_pages
 from .db import Database
 from .errors import ApiError
+from .lifetimes import KEEP_ALIVE_SECONDS
 from .peers import Strangers
 from .ports import HOST, stack_port
 from .recording import CALLERS, Recorder
@@ -86,6 +87,7 @@ class Server:
         callers: Callers | None = None,
         *,
         is_open: bool = False,
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         self.emulators = emulators
         self.http_port = http_port
@@ -93,6 +95,7 @@ class Server:
         self.recorder = recorder
         self.callers = callers
         self.strangers = None if is_open else Strangers()
+        self.keep_alive_seconds = keep_alive_seconds
         self._addresses: dict[int, str] = {}  # the caller of each HTTP port of its own
         self.kept_ports: dict[str, tuple[int, int]] = {}  # HTTP and gRPC port of callers, of an earlier start
         self.http_ports: dict[str, int] = {}
@@ -131,7 +134,9 @@ class Server:
         app.on_response_prepare.append(self._hold_back)
         for emulator in self.emulators:
             app.router.add_routes(emulator.routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=2, keepalive_timeout=self.keep_alive_seconds
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, self._port(self.http_port))
         await site.start()

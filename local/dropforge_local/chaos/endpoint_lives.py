@@ -120,6 +120,18 @@ def run_struck(strike: Strike, script: Script = SCRIPT, preempted: float = 1.4 *
     return _live(world, cloud, START + STRUCK_SECONDS)
 
 
+def run_alone(script: Script, seconds: float) -> History:
+    """The history of a name on a platform like Cloud Run without any fault, for so many seconds."""
+    world = World(0, Strike(0, ""))
+    cloud = EndpointCloud(world, "")
+    for number, name in enumerate(RUNS_OF_A_LIFE):
+        _train(world, cloud, name, number, ttl="7d")
+    for hours, change in script:
+        _publish(world, cloud, hours * 3600.0, change)
+    world.calm = START
+    return _live(world, cloud, START + seconds)
+
+
 def _live(world: World, cloud: EndpointCloud, end: float) -> History:
     when = START + 60
     while when < end:

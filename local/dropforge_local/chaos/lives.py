@@ -348,4 +348,4 @@ def seconds_of(time: str) -> float:
 
 def duration_of(text: str) -> float:
     """The seconds of a duration such as `20m`."""
-    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
+    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[text[-1]]

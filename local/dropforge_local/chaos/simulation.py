@@ -68,16 +68,25 @@ def run_focused(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
-def run_alone(spec: dict[str, Any], work: Work, cancel_after: float | None = None) -> History:
-    """The history of one run of this spec without any fault. A user may cancel it so many seconds after its drop."""
+def run_alone(
+    spec: dict[str, Any],
+    work: Work,
+    cancel_after: float | None = None,
+    seconds: float = SETTLE_SECONDS,
+    policy: str = "",
+) -> History:
+    """The history of one run of this spec without any fault, for so many seconds, in a deployment with this policy.
+
+    A user may cancel the run so many seconds after its drop.
+    """
     world = World(0, Strike(0, ""))
-    cloud = Cloud(world, clusters([spec["target"]["type"]]))
+    cloud = Cloud(world, clusters([spec["target"]["type"]]), policy)
     workload = Workload(world, cloud, [spec["target"]["type"]])
     workload.begin_alone(spec, work)
     if cancel_after is not None:
         world.after(1 + cancel_after, workload.cancel_all)
     world.calm = START
-    return _live(world, cloud, START + SETTLE_SECONDS)
+    return _live(world, cloud, START + seconds)
 
 
 def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True, bounded: bool = True) -> History:

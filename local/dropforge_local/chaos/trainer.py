@@ -31,13 +31,19 @@ KILLED = 137  # of a container that SIGKILL ended
 
 @dataclass
 class Work:
-    """The training of a run: the machine seconds that it takes, and the seconds that its last checkpoint saves."""
+    """The training of a run: the machine seconds that it takes, and the seconds that its last checkpoint saves.
+
+    `fate_after` is how long an attempt runs until it meets its fate, in seconds; 0: a random part of what is left.
+    `checkpoint_every` is the time between two events of checkpoints, in seconds; 0: there are no such events.
+    """
 
     total: float
     metric: float
     saved: float = 0.0
     reports: bool = False  # its progress, all the time
     fates: list[str] = field(default_factory=list)  # the fates of the first attempts, if they are not random
+    fate_after: float = 0.0
+    checkpoint_every: float = 0.0
 
 
 @dataclass
@@ -102,7 +108,7 @@ class _Attempt:
         left = self.work.total - self.work.saved
         if self.world.happens(self.world.faults.sudden):
             left = min(left, self.world.random.uniform(0, HELD_SECONDS))
-        halfway = self.began + left * self.world.random.random()
+        halfway = self.began + (self.work.fate_after or left * self.world.random.random())
         fate = self.work.fates.pop(0) if self.work.fates else self._fate()
         endings = {
             "preempted": self._stop,
@@ -123,6 +129,8 @@ class _Attempt:
             self._at(self.began + left, self._commit)
         if self.work.reports and fate != "stuck":
             self._go_on()
+        if self.work.checkpoint_every:
+            self._at(self.began + self.work.checkpoint_every, self._checkpoint)
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
     def _start(self) -> None:
@@ -146,6 +154,12 @@ class _Attempt:
         """Report the same step repeatedly."""
         self._progress(int(self.work.saved))
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._repeat)
+
+    def _checkpoint(self) -> None:
+        """Report a checkpoint repeatedly."""
+        step = int(self.work.saved + self.world.now - self.began)
+        self._tell("checkpoint", step=step, uri=f"gs://{self.trainer.bucket}/checkpoints/{self.run}/{step}")
+        self._at(self.world.now + self.work.checkpoint_every, self._checkpoint)
 
     def _progress(self, step: int) -> None:
         """Write the series with a further point, or send it: old images have no series."""

@@ -269,7 +269,9 @@ class Workflows:
         execution.state = state
         execution.waits.clear()
         result = json.loads(value) if state == "SUCCEEDED" and value else value
-        self.world.fact("execution_ended", id=execution.id, run=execution.run, state=state, result=result)
+        machine = execution.machine
+        steps = {"steps": machine.steps, "external_steps": machine.external_steps}
+        self.world.fact("execution_ended", id=execution.id, run=execution.run, state=state, result=result, **steps)
 
     def _find(self, name: str) -> Execution:
         if name.rsplit("/", 1)[-1] not in self.executions:

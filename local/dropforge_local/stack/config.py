@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dropforge_local.base.lifetimes import KEEP_ALIVE_SECONDS, TOKEN_SECONDS
+
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 180.0  # a stack that ends says so at once; a busy machine may need more than a minute
 ENFORCED, OFF = "enforced", "off"
@@ -43,7 +45,8 @@ class StackConfig:
     environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
     GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` writes the calls of functions
     and containers to <state>/calls.jsonl (recording.py); start such a stack only once. `sweep_seconds` stands for the
-    schedule of Cloud Scheduler in a deployment.
+    schedule of Cloud Scheduler in a deployment. `token_seconds` is how long identity tokens and the tokens of runs are
+    valid, `keep_alive_seconds` how long an HTTP connection without requests stays open.
 
     `iam` is ENFORCED (each call is checked against the bindings of the Terraform files in `terraform`) or OFF.
     `users` is OWN (only the user who started the stack, and root, reach it) or ALL: other users of the machine, too.
@@ -60,6 +63,8 @@ class StackConfig:
     compute: dict[str, Any] = field(default_factory=dict)
     record: bool = False
     sweep_seconds: float = 60.0
+    token_seconds: int = TOKEN_SECONDS
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     iam: str = ENFORCED
     users: str = OWN
     terraform: str = str(ROOT / "terraform")

@@ -112,7 +112,7 @@ class Stack:
         self.config = StackConfig.of(state)
         self.clock = SystemClock()
         self.db = Database(state / "state.db")
-        self.identity = Identity(_secret(state))
+        self.identity = Identity(_secret(state), lifetime=self.config.token_seconds)
         self.functions_url = functions.url
         self._functions = functions
         self._console = console
@@ -120,7 +120,15 @@ class Stack:
         self.callers = self._callers()
         self._build()
         is_open = self.config.users == ALL
-        self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers, is_open=is_open)
+        self._server = Server(
+            self.emulators,
+            http_port,
+            grpc_port,
+            self.recorder,
+            self.callers,
+            is_open=is_open,
+            keep_alive_seconds=self.config.keep_alive_seconds,
+        )
         self._server.durable = self.db.durable
         self._certificates = make_certificates("stack")
         self._server.tls = server_context(self._certificates)
@@ -207,7 +215,7 @@ class Stack:
             disks=self.compute.disks,
             token=lambda scope, account: self.identity.token("OAuth2", scope, _caller_of(account)),
             identity=lambda audience, account: self.identity.token("OIDC", audience, _caller_of(account), account),
-            config=TpuConfig(**self.config.tpu),
+            config=TpuConfig(**{"token_seconds": self.config.token_seconds - 1, **self.config.tpu}),
         )
 
     def _host(self, directory: str, environment: Callable[[str], Mapping[str, str]]) -> Host:

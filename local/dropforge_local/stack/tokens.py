@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote
 from aiohttp import web
 
 from dropforge_local.base.errors import ApiError
-from dropforge_local.base.identity import BOUNDED, LIFETIME_SECONDS, Identity
+from dropforge_local.base.identity import BOUNDED, Identity
 from dropforge_local.base.recording import FUNCTIONS, HEADER
 from dropforge_local.emulators.kit.emulator import PassiveEmulator
 from dropforge_local.emulators.kit.routing import Call, Reply, Route, mount
@@ -58,7 +58,7 @@ class Tokens(PassiveEmulator):
                 "access_token": token,
                 "issued_token_type": ACCESS_TOKEN,
                 "token_type": "Bearer",
-                "expires_in": LIFETIME_SECONDS,
+                "expires_in": self._identity.lifetime,
             }
         )
 

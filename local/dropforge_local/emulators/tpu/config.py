@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from dropforge_local.base.lifetimes import TOKEN_SECONDS
 from dropforge_local.base.ports import HOST
 
 # Topologies by number of chips.
@@ -75,6 +76,7 @@ class TpuConfig:
     maintenance_seconds: float = 2.0  # between the notice in the metadata and the reboot
     chips_per_zone: int = 32  # per generation and tier, unless the fault `quota` says otherwise
     metadata_ports: range = range(15000, 16000)
+    token_seconds: int = TOKEN_SECONDS - 1  # what the metadata server says of a new access token
     kept_boots: int = 100  # ended machines whose serial output stays readable
     generations: tuple[Generation, ...] = field(default_factory=lambda: GENERATIONS)
 

@@ -29,7 +29,6 @@ from .metadata import MetadataServer, Tree
 
 log = logging.getLogger(__name__)
 
-TOKEN_SECONDS = 3599
 READY, PREEMPTED = tpu_v2.Node.State.READY, tpu_v2.Node.State.PREEMPTED
 
 
@@ -195,7 +194,9 @@ class Machines:
 
     def _access_token(self, account: str) -> str:
         token = self._context.token("https://www.googleapis.com/auth/cloud-platform", account)
-        return f'{{"access_token": "{token}", "expires_in": {TOKEN_SECONDS}, "token_type": "Bearer"}}'
+        return (
+            f'{{"access_token": "{token}", "expires_in": {self._context.config.token_seconds}, "token_type": "Bearer"}}'
+        )
 
     def _root(self, name: str) -> Path:
         return self._runtime.directory / ".machines" / str(self._row(name)["uid"])
