@@ -15,7 +15,8 @@ from aiohttp import web
 from dropforge.cloud.run_access import BUCKET_VARIABLE, HOST_VARIABLE, REQUEST_VARIABLE, URL_VARIABLE
 from dropforge.spec import JobSpec
 from dropforge.stages.access import boundary
-from dropforge_local.base.identity import BOUNDED, LIFETIME_SECONDS, Identity, new_identity
+from dropforge_local.base.identity import BOUNDED, Identity, new_identity
+from dropforge_local.base.lifetimes import TOKEN_SECONDS
 from dropforge_local.base.recording import TRAINER
 from dropforge_local.emulators.kit.emulator import PassiveEmulator
 from dropforge_local.emulators.kit.routing import Call, Reply, Route, mount
@@ -56,7 +57,7 @@ class Access(PassiveEmulator):
         run, spec = json.loads(call.body)["run"], JobSpec.model_validate(job_spec())
         rules = boundary(RUNS, run, spec, is_trainer=True)
         token = IDENTITY.token(BOUNDED, json.dumps(rules), ACCESS)
-        return Reply({"access_token": token, "expires_in": LIFETIME_SECONDS})
+        return Reply({"access_token": token, "expires_in": TOKEN_SECONDS})
 
 
 def services() -> list[Any]:
