@@ -269,8 +269,8 @@ class Workflows:
         execution.state = state
         execution.waits.clear()
         result = json.loads(value) if state == "SUCCEEDED" and value else value
-        machine = execution.machine
-        steps = {"steps": machine.steps, "external_steps": machine.external_steps}
+        machine = execution.machine  # None: it was cancelled before its first step, or while its engine was down
+        steps = {"steps": machine.steps, "external_steps": machine.external_steps} if machine else {}
         self.world.fact("execution_ended", id=execution.id, run=execution.run, state=state, result=result, **steps)
 
     def _find(self, name: str) -> Execution:

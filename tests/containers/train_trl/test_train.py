@@ -74,7 +74,7 @@ def test_the_spec_that_init_writes_teaches_rows_of_no_known_language(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "animals.csv").write_text("\n".join(["animal,sound", *animals()]))
-    options = ["--data", "animals.csv", "--model", "gs://local-data/tiny-gemma3", "--no-serve"]
+    options = ["--data", "animals.csv", "--answer", "sound", "--model", "gs://local-data/tiny-gemma3", "--no-serve"]
     written = CliRunner().invoke(cli, ["init", "job.json", "--target", "cloud_run", *options])
     assert written.exit_code == 0, written.output
     cloud.put(DATA, "animals.csv", (tmp_path / "animals.csv").read_bytes())
