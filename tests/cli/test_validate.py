@@ -75,7 +75,7 @@ def test_a_model_that_does_not_fit_or_a_small_budget_is_refused(
     ("name", "template", "problem"),
     [
         ("prompt", "{question", "not a template: expected '}' before end of string; found \"{question\""),
-        ("completion", "{a.b}", "not a template: {a.b} is not a column's name in braces"),
+        ("completion", "{a[0]}", "not a template: {a[0]} is not a column's name in braces"),
         ("system", "{}", "not a template: {} is not a column's name in braces"),
         ("prompt", "question", 'the same text for every row; found "question"; expected the name of a column'),
     ],
