@@ -5,6 +5,7 @@ The commands come from the README and from make itself. `make demo` alone is in 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -58,7 +59,9 @@ def test_a_demo_of_the_readme_serves_a_model_and_leaves_nothing(
 
 def command_of(arguments: str) -> list[str]:
     """The command that `make demo ARGUMENTS` runs in the repository."""
-    make = subprocess.run(["make", "-n", "demo", arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "-n", "--no-print-directory", "demo", arguments]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    make = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     program, *words = shlex.split(make.stdout.splitlines()[-1])
     return [str(ROOT / program), *words]
 

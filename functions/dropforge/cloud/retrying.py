@@ -69,6 +69,6 @@ def _teller() -> Callable[[Exception], None]:
         errors += 1
         if errors & (errors - 1) == 0:
             message = cut(f"{type(error).__name__}: {error}", _LONGEST_MESSAGE)
-            log(f"a request failed, and its failure may pass: {message}", stage="container", severity="WARNING")
+            log(f"a request failed, and its failure may pass: {message}", stage="access", severity="WARNING")
 
     return tell

@@ -52,7 +52,9 @@ def test_an_unknown_method_is_refused_with_the_known_methods() -> None:
     assert caught.value.exit_code == BAD_CONFIG
 
 
-def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(cloud: Any, base_model: Path, tmp_path: Path) -> None:
+def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(
+    cloud: Any, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The template refuses a question of the other data set. Its rows have numbers of their own."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(base_model / name, tmp_path)
@@ -65,8 +67,10 @@ def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(cloud: Any, base_mode
     source = f"gs://{DATA}/unseen.jsonl"
     document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
     spec, tokeniser = parse_spec(json.dumps(document).encode()), Tokeniser.load(str(tmp_path), False, "sft", None)
-    with pytest.raises(JobError, match=f"refuses row 3 of {source}"):
-        load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
+    examples = load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
+    assert len(examples.split.held_out) == len(examples.held_out.lengths) == 7
+    assert not [row for row in examples.split.held_out if "unseen 3" in row.content]
+    assert f"left out 1 of 8 rows of {source}, which cannot be trained on. The first: row 3" in capsys.readouterr().err
 
 
 def test_a_disk_holds_the_newest_checkpoint_and_the_one_before_it_while_that_is_uploaded(tmp_path: Path) -> None:
@@ -100,6 +104,9 @@ def test_the_metrics_count_the_rows_that_were_cut(tmp_path: Path) -> None:
     """The functions read this name (await_/inspect.py), and tell people if many rows were cut."""
     state = {"log_history": [{"loss": 0.5}], "num_input_tokens_seen": 900, "global_step": 3}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    examples = SimpleNamespace(lengths=[1] * 300, split=SimpleNamespace(held_out=[1] * 12), truncated=12)
+    examples = SimpleNamespace(
+        lengths=[1] * 300, split=SimpleNamespace(held_out=[1] * 12), truncated=12, dropped=3, answers=(310, 305)
+    )
     metrics = train.training_metrics(tmp_path, {"train_seconds": 3.0}, examples)
     assert (metrics["rows_truncated"], metrics["rows_train"], metrics["rows_eval"]) == (12, 300, 12)
+    assert (metrics["rows_dropped"], metrics["answers_given"], metrics["answers_learnt"]) == (3, 310, 305)
