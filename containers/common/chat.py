@@ -15,7 +15,7 @@ from dropforge.rows.conversation import THOUGHTS as THOUGHT_FIELDS
 from dropforge.rows.conversation import Tool
 
 from .errors import config_error, data_error, place_of
-from .rows import check_problems
+from .rows import MAX_BAD_ROWS, check_problems
 from .token_rows import Ints, TokenRows
 
 MIN_MEAN_TOKENS = 8
@@ -214,8 +214,7 @@ def join(tokenizer: Any, rows: Sequence[Row], chunks: Sequence[Chunk], max_lengt
         for chunk, first in zip(chunks, firsts, strict=False)
         for place, told in chunk.problems.items()
     }
-    if len(rows) >= FEW_ROWS or len(problems) == len(rows):
-        check_problems(list(problems.values()), len(rows), source)
+    check_problems(list(problems.values()), len(rows), source, MAX_BAD_ROWS if len(rows) >= FEW_ROWS else 1.0)
     lengths = np.concatenate([chunk.lengths for chunk in chunks])
     _check_lengths(tokenizer, rows, lengths, max_length, source)
     ids = np.concatenate([chunk.ids for chunk in chunks])

@@ -156,12 +156,12 @@ def normalise(raw: RawRows, dataset: Dataset, chosen: Sequence[int] | None = Non
     return Normalised(rows, len(problems), tuple(reader.unused))
 
 
-def check_problems(problems: Sequence[str], rows: int, source: str) -> None:
-    """Log the first rows that cannot be trained on. Raises JobError if they are too many."""
+def check_problems(problems: Sequence[str], rows: int, source: str, most: float = MAX_BAD_ROWS) -> None:
+    """Log the first rows that cannot be trained on. Raises JobError if they are more than this share of the rows."""
     if not problems:
         return
     first = "; ".join(problems[:3])
-    if len(problems) > MAX_BAD_ROWS * rows:
+    if len(problems) > most * rows or len(problems) == rows:
         raise data_error(
             f"{len(problems)} of {rows} rows of {source} cannot be trained on; expected at most {MAX_BAD_ROWS:.0%}. "
             f"The first: {first}"
