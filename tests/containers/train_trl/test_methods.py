@@ -68,6 +68,7 @@ def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(
     document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
     spec, tokeniser = parse_spec(json.dumps(document).encode()), Tokeniser.load(str(tmp_path), False, "sft", None)
     examples = load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
+    assert examples.held_out is not None
     assert len(examples.split.held_out) == len(examples.held_out.lengths) == 7
     assert not [row for row in examples.split.held_out if "unseen 3" in row.content]
     assert f"left out 1 of 8 rows of {source}, which cannot be trained on. The first: row 3" in capsys.readouterr().err
