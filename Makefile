@@ -83,8 +83,8 @@ mutants: $(STAMP) ## judge every mutant of the catalogue (an hour on two idle co
 	@$(BIN)/python -m tests.mutants --lanes 2
 
 seeds: $(STAMP) ## simulations with new seeds for each commit (300 and 264 focused; two minutes); prints how to replay a broken one
-	@$(BIN)/dropforge chaos --seeds 300 --first $(FIRST)
-	@$(BIN)/dropforge chaos --focused --seeds 264 --first $(FIRST)
+	@broken=0; $(BIN)/dropforge chaos --seeds 300 --first $(FIRST) || broken=1; \
+	$(BIN)/dropforge chaos --focused --seeds 264 --first $(FIRST) || broken=1; exit $$broken
 
 fuzz: $(STAMP) ## give COUNT random inputs (100,000) to the functions (some minutes)
 	@$(BIN)/python -m tests.fuzz --count $(COUNT)

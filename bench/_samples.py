@@ -1,4 +1,4 @@
-"""What a soak (_soak.py) measures of a running stack: samples over time, their table, and what grows steadily."""
+"""Samples of a running stack during a soak (_soak.py): their table, and the measures that grow steadily."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_ID = re.compile(r"-[0-9a-f]{12}(?=/)")
 
 
 class Measure(NamedTuple):
-    """What is measured (with its unit), and of what."""
+    """A quantity with its unit, and the process, folder or object that has it."""
 
     what: str
     of: str

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from tests.stack.conftest import User, user_of
+from tests.stack.named import repeated
 from tests.stack.targets import PARTS
 
 from dropforge.run.record import Record, RunState
@@ -59,7 +59,7 @@ class Failed(Exception):
 
 
 class Disturbance(NamedTuple):
-    """What happens when a share of the minutes is over."""
+    """A fault that strikes when a share of the minutes is over."""
 
     share: float
     name: str
@@ -165,30 +165,22 @@ class Load:
             base_url=callee.endpoint.base_url, api_key=token_of(deployment, callee.spec), timeout=seconds + 600
         )
         self._model, self._messages = name, example(deployment, callee.record, callee.spec)
-        self._stop = threading.Event()
         self.answers = 0
         self.errors: list[str] = []
 
     @contextmanager
     def running(self) -> Iterator[Load]:
-        thread = threading.Thread(target=self._ask_on)
-        thread.start()
-        try:
+        with self._client, repeated(self._ask_once, 1.0):
             yield self
-        finally:
-            self._stop.set()
-            thread.join()
-            self._client.close()
 
-    def _ask_on(self) -> None:
+    def _ask_once(self) -> None:
         import openai
 
-        while not self._stop.wait(1.0):
-            try:
-                self._ask(is_stream=self.answers % STREAM_EVERY == 0)
-                self.answers += 1
-            except openai.OpenAIError as error:
-                self.errors.append(repr(error))
+        try:
+            self._ask(is_stream=self.answers % STREAM_EVERY == 0)
+            self.answers += 1
+        except openai.OpenAIError as error:
+            self.errors.append(repr(error))
 
     def _ask(self, *, is_stream: bool) -> None:
         messages: Any = self._messages

@@ -11,7 +11,7 @@ from .sources import parts_of
 
 
 def column_problems(spec: JobSpec, clients: Clients) -> list[SpecProblem]:
-    """What the first rows of a spec's data sets show to be wrong.
+    """The faults in the first rows of a spec's data sets.
 
     Data sets of the Hub, Parquet files, and objects that you may not read are left to the training container.
     """

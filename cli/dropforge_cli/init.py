@@ -17,7 +17,9 @@ import click
 
 from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import platform_of, targets
-from dropforge.rows import UnsupportedRow, form_of
+from dropforge.rows import LeftOut, Reader, UnsupportedRow, UnusableRow, form_of
+from dropforge.rows.fields import JUDGES
+from dropforge.rows.forms import judging_columns
 from dropforge.rows.sample import separator_of
 from dropforge.spec import Dataset, registry
 from dropforge.spec.templates import MAX_CSV_FIELD, is_column
@@ -36,9 +38,6 @@ GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
 FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
 ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
-# A table with one of these columns judges its answers, and not all of them are to be learnt.
-PREFERENCES = {"chosen", "rejected", "rejected_response", "preferred", "non_preferred", "preferred_output",
-               "non_preferred_output", "score", "rating", "reward"}  # fmt: skip
 NUMBERS = ("id", "idx", "index", "uuid", "row")  # columns that no prompt needs
 # The tiny models of the local stack learn only with settings of their own (examples/local/).
 TINY = "gs://local-data/tiny-"
@@ -184,13 +183,11 @@ def columns_of(row: Mapping[str, Any], path: Path, answer: str | None = None) ->
     The answer is the column that `answer` names, or whose name says so; in a terminal, the user is asked. No other
     column is taken for an answer: in a table of preferences, that could teach the rejected answers.
     """
-    try:
-        form_of(list(row), Dataset(source="gs://my-data/rows.jsonl"))
-    except UnsupportedRow as problem:
-        if answer is None and PREFERENCES & {str(name).lower() for name in row}:
-            raise CliError(f"{path} has {problem}", problem.hint) from None
-    else:
-        if answer is None:
+    if answer is None:
+        if judging := judging_columns(row) or [name for name in row if str(name).lower() in JUDGES]:
+            message = f"{path} has the column {judging[0]!r}: not each of its answers is to be learnt"
+            raise CliError(message, "keep the good answers only, or say which column has them: --answer COLUMN")
+        if _needs_no_templates(row):
             return None
     if mark := separator_of([*row]):
         message = f"the columns of {path} are separated by {mark!r}; expected commas"
@@ -215,6 +212,25 @@ def columns_of(row: Mapping[str, Any], path: Path, answer: str | None = None) ->
     asked = [name for name in names if name != answer]
     titled = [f"{name.replace('_', ' ').capitalize()}: {{{name}}}" for name in asked]
     return {"prompt": "\n".join(titled) if len(asked) > 1 else f"{{{asked[0]}}}", "completion": f"{{{answer}}}"}
+
+
+def _needs_no_templates(row: Mapping[str, Any]) -> bool:
+    """Whether the training reads a row as it is, with all of its columns. Raises CliError for rows that it refuses."""
+    dataset = Dataset(source="gs://my-data/rows.jsonl")
+    try:
+        form = form_of(list(row), dataset)
+    except UnsupportedRow:
+        return False
+    reader = Reader(form)
+    try:
+        reader(row)
+    except (UnusableRow, LeftOut):  # another row may be better
+        return True
+    except UnsupportedRow as problem:
+        if form.is_conversation:
+            raise CliError(f"the data has {problem}", problem.hint) from None
+        return False
+    return form.is_conversation or not reader.unused
 
 
 def _csv_rows(path: Path) -> Generator[Any, None, None]:

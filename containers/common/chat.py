@@ -152,7 +152,8 @@ def answer_of(tokenizer: Any, row: Row) -> str:
     if "tool_calls" not in last:
         return visible_answer(last["content"])
     asked = render(tokenizer, row.prompt, for_answer=True, tools=row.tools)
-    ids = _encode_answer(tokenizer, row, len(row.messages) - 1, asked, end_of_turn(tokenizer))
+    prompt, stop = _ids(tokenizer, asked), end_of_turn(tokenizer)
+    ids = _encode_answer(tokenizer, row, len(row.messages) - 1, asked, prompt, stop)
     return visible_answer(tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -194,7 +195,7 @@ def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: s
 
 
 def _told(error: Exception, tokenizer: Any) -> str:
-    """What an error says of a row, without the row's text."""
+    """An error about a row in words that quote no text of the row."""
     from jinja2 import TemplateError
 
     if isinstance(error, UnusableRow):
@@ -280,8 +281,6 @@ def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
     labels: list[int] = []
     ends: list[int] = []
     for index in (at for at, message in enumerate(row.messages) if message["role"] == "assistant"):
-        if index in row.muted and not any(at > index for at in row.answers):
-            break
         if not any(message["role"] in ("user", "tool") for message in row.messages[:index]):
             continue  # a greeting: a part of the next prompt
         asked = render(tokenizer, row.messages[:index], for_answer=True, tools=row.tools)
@@ -291,7 +290,7 @@ def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
                 sequences.append(Example(ids, labels, ends))
             ids, labels, ends = [], [], []
         labels += [IGNORED] * (len(prompt) - len(ids))
-        answer = _encode_answer(tokenizer, row, index, asked, stop)
+        answer = _encode_answer(tokenizer, row, index, asked, prompt, stop)
         ids = [*prompt, *answer]
         labels += [IGNORED] * len(answer) if index in row.muted else answer
         if index not in row.muted:
@@ -299,8 +298,8 @@ def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
     return [*sequences, Example(ids, labels, ends)] if ends else sequences
 
 
-def _encode_answer(tokenizer: Any, row: Row, index: int, asked: str, stop: int) -> list[int]:
-    """The token ids of the answer at `index`, which follows the text `asked`, with the token that ends it.
+def _encode_answer(tokenizer: Any, row: Row, index: int, asked: str, prompt: list[int], stop: int) -> list[int]:
+    """The token ids of the answer at `index` with the token that ends it; it follows the text `asked`, or `prompt`.
 
     Raises UnusableRow and UnsupportedRow.
     """
@@ -308,7 +307,7 @@ def _encode_answer(tokenizer: Any, row: Row, index: int, asked: str, stop: int) 
     text = whole.removeprefix(asked) if whole.startswith(asked) else row.messages[index]["content"]
     if index not in row.muted:
         _check_rendered(row, index, asked, text)
-    prompt, ids = _ids(tokenizer, asked), _ids(tokenizer, whole)
+    ids = _ids(tokenizer, whole)
     # Tokens may merge across the border. Training needs the prompt that serving makes, so encode the answer alone.
     answer = ids[len(prompt) :] if ids[: len(prompt)] == prompt else _ids(tokenizer, text)
     last = len(answer) - answer[::-1].index(stop) if stop in answer else len(answer)
@@ -325,8 +324,8 @@ def _check_rendered(row: Row, index: int, asked: str, answer: str) -> None:
     if not _has(answer, message["content"]):
         raise UnusableRow("the model's chat template leaves out a part of the answer")
     if not _has(answer, message.get(THOUGHT_FIELDS[0], "")):
-        name = THOUGHT_FIELDS[0]
-        raise _lost(f"thoughts in the assistant's message (`{name}`)", "answers", "take the thoughts out of the rows")
+        names = ", ".join(f"`{name}`" for name in THOUGHT_FIELDS)
+        raise _lost(f"thoughts of the assistant ({names})", "thoughts", "take the thoughts out of the rows")
     for call in message.get("tool_calls", ()):
         if not _has(answer, call["function"]["name"]):
             raise _lost("`tool_calls`", "calls of tools", "write the calls as text")
@@ -336,7 +335,7 @@ def _check_rendered(row: Row, index: int, asked: str, answer: str) -> None:
     since = max((at for at, each in enumerate(before) if each["role"] == "assistant"), default=-1)
     for at, each in enumerate(before):
         if (at > since or each["role"] == "system") and not _has(asked, each["content"]):
-            raise _lost(f"a message of the role {each['role']!r}", "it", "use rows without such messages")
+            raise _lost(f"a message of the role {each['role']!r}", "such messages", "use rows without them")
 
 
 def _lost(part: str, lacks: str, hint: str) -> UnsupportedRow:

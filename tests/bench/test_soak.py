@@ -57,7 +57,7 @@ def test_the_table_has_first_last_most_and_slope() -> None:
     ("command", "name"),
     [
         (["/v/bin/python", "-P", "-m", "dropforge_local.stack.main", "state", "0"], "stack.main"),
-        (["python3.12", "-I", "-S", "/work/shim.py", "folder"], "shim"),
+        (["python3.12", "-I", "-S", "/srv/shim.py", "folder"], "shim"),
         (["python", "-c", "from multiprocessing.spawn import spawn_main"], "python"),
         (["ray::IDLE", "", ""], "ray::IDLE"),
         (["/usr/bin/bash", "-c", "sleep 1"], "bash"),

@@ -66,7 +66,10 @@ def test_the_next_commands_are_printed(dropforge: Run) -> None:
         ({"id": 1, "size": "q", "in": "c", "answer": "a"}, ("Size: {size}\nIn: {in}", "{answer}")),
         ({"Answer": "a", "question": "q"}, ("{question}", "{Answer}")),
         ({"a_b": "x", "c d": "y", "sql": "z"}, ("A b: {a_b}\nC d: {c d}", "{sql}")),
-        ({"instruction": "i", "output": "o"}, None),
+        ({"instruction": "in full", "output": "o"}, None),
+        ({"question": "q q", "context": "c", "answer": "a"}, ("Question: {question}\nContext: {context}", "{answer}")),
+        ({"text": "t t", "label": "l"}, ("{text}", "{label}")),
+        ({"messages": [{"role": "user", "content": "q q"}, {"role": "assistant", "content": "a"}], "pages": 3}, None),
     ],
 )
 def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple[str, str] | None) -> None:
@@ -100,8 +103,13 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
         ),
         ('{"a": 1}\n{"a": \n', "bad.jsonl", "row 2 of bad.jsonl cannot be read: Expecting value"),
         ("ticket,team\n" + "a,b\n" * 9, "own.csv", "no name says which has the answers\nhint: say it: --answer team"),
-        ("prompt,chosen,rejected\n" + "a,b,c\n" * 9, "pairs.csv", "which say which answers are good"),
-        ("question,good,rejected_response\n" + "a,b,c\n" * 9, "more.csv", "more.csv has the columns"),
+        ("prompt,chosen,rejected\n" + "a,b,c\n" * 9, "pairs.csv", "pairs.csv has the column 'chosen': not each"),
+        (
+            "question,good,rejected_response\n" + "a,b,c\n" * 9,
+            "more.csv",
+            "more.csv has the column 'rejected_response'",
+        ),
+        ("prompt,completion,label\n" + "a,b,1\n" * 9, "kto.csv", "kto.csv has the column 'label'"),
         ("a\n" + "1\n" * 9, "one.csv", "one.csv has the columns a; expected a question and an answer"),
         ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "row 1 of list.json is 1; expected an object with columns"),
         (None, "none.csv", "the data none.csv cannot be read: No such file"),

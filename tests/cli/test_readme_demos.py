@@ -67,7 +67,7 @@ def command_of(arguments: str) -> list[str]:
 
 
 def promises(arguments: str) -> list[str]:
-    """What the README promises to print."""
+    """The lines that the README promises, as regular expressions."""
     nothing_left = "^what is left  0 resources, 0 processes, 0 ports$"
     if arguments == "AGAIN=1":
         return [

@@ -65,7 +65,7 @@ def services() -> list[Any]:
 
 
 def container_environment(url: str, run: str) -> dict[str, str]:
-    """What the control plane and the platform tell a container of a run; `url` is the address of its account."""
+    """The variables that a container of a run gets. `url` is the address at which it acts as its account."""
     return {
         BUCKET_VARIABLE: RUNS,
         URL_VARIABLE: f"{url}{PATH}",

@@ -67,7 +67,7 @@ class Cloud:
         return [blob.name for blob in self.client.list_blobs(bucket, prefix=prefix)]
 
     def environment(self, caller: str = "") -> dict[str, str]:
-        """What Google's libraries need in a container: of the project's owner, or of an account (accounts.py)."""
+        """Variables of Google's libraries in a container of the project's owner, or of an account (accounts.py)."""
         token = accounts.IDENTITY.token("OAuth2", CLOUD_PLATFORM, caller)
         return {
             "PATH": os.environ["PATH"],

@@ -113,6 +113,13 @@ def test_calls_of_tools_are_read_in_every_spelling() -> None:
     assert "get_team" in older.answer
 
 
+def test_a_table_has_messages_and_tools_as_json_text() -> None:
+    row = read({"messages": json.dumps([Q, A]), "tools": json.dumps([{"name": "get_team"}])})
+    assert (row.messages, row.tools[0]["function"]["name"]) == ((Q, A), "get_team")
+    with pytest.raises(UnusableRow, match="`messages` is a text of 5 characters, which is not JSON"):
+        read({"messages": "hello"})
+
+
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_reach_the_template_by_every_name(name: str) -> None:
     row = read(talk(Q, {**A, name: "It is broken."}))

@@ -185,6 +185,24 @@ def is_told(named: Named, run: str, headline: str) -> bool:
     return named.user.slack(run, "").count(headline) == 1
 
 
+@contextmanager
+def repeated(ask: Callable[[], object], pause_seconds: float) -> Iterator[None]:
+    """Let a thread ask again and again, with a pause before each time."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(pause_seconds):
+            ask()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 class Load:
     """Clients that ask an endpoint all the time: two by whole answers, with a pause after each, and two by streams."""
 

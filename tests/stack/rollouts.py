@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from base64 import b64encode
@@ -38,7 +37,7 @@ from dropforge_local.stack.config import StackError
 
 from .conftest import NOOP_CONFIG, User, user_of
 from .crash import ENOUGH, UNREACHABLE, Harness, Result, zygote
-from .named import KINDS, OPERATIONS, Load, Named
+from .named import KINDS, OPERATIONS, Load, Named, repeated
 
 LIVES = {
     "deploy": RolloutState.PROMOTED,
@@ -65,33 +64,24 @@ class Asker:
     def __init__(self, named: Named) -> None:
         self._named = named
         self._client = named.client()
-        self._stop = threading.Event()
         self.answers: list[str] = []  # the revision of each answer
         self.refusals: list[str] = []  # answers that are no 200
         self.cuts: list[str] = []  # connections that were refused, or closed before the end of an answer
 
     @contextmanager
     def running(self) -> Iterator[Asker]:
-        thread = threading.Thread(target=self._ask)
-        thread.start()
-        try:
+        with self._client, repeated(self._ask, PAUSE_SECONDS):
             yield self
-        finally:
-            self._stop.set()
-            thread.join()
-            self._client.close()
 
     def _ask(self) -> None:
         messages: Any = [{"role": "user", "content": "Hello"}]
-        while not self._stop.is_set():
-            try:
-                answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
-                self.answers.append(str(answer.system_fingerprint))
-            except APIStatusError as error:
-                self.refusals.append(repr(error))
-            except OpenAIError as error:
-                self.cuts.append(repr(error))
-            time.sleep(PAUSE_SECONDS)
+        try:
+            answer = self._client.chat.completions.create(model=self._named.name, messages=messages)
+            self.answers.append(str(answer.system_fingerprint))
+        except APIStatusError as error:
+            self.refusals.append(repr(error))
+        except OpenAIError as error:
+            self.cuts.append(repr(error))
 
 
 class RolloutHarness(Harness):

@@ -132,7 +132,7 @@ class Place:
         return self.store.record(RUN)
 
 
-def commit(place: Place, **metrics: float | None) -> None:
+def commit(place: Place, unused_fields: tuple[str, ...] = (), **metrics: float | None) -> None:
     """Write the manifest of a model, as a training container does."""
     source = Source(uri="u", revision="r")
     manifest = Manifest(
@@ -146,6 +146,7 @@ def commit(place: Place, **metrics: float | None) -> None:
         files=[],
         serve_path="attempt-1/model",
         versions={},
+        unused_fields=list(unused_fields),
     )
     path = f"{model_prefix(RUN)}{MANIFEST}"
     document = json.loads(manifest.model_dump_json(exclude={"proof"})) | {"metrics": metrics}  # NaN, too, as json does

@@ -816,6 +816,16 @@ def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told:
     assert place.record.metrics["rows_truncated"] == truncated
 
 
+@pytest.mark.parametrize("fields", [[], ["mood", "page"]])
+def test_people_are_told_the_fields_of_the_data_that_nothing_has_read(fields: list[str]) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, unused_fields=tuple(fields))
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert [text.partition(":")[0] for text in texts] == (["mood, page"] if fields else [])
+
+
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_is_told_and_harms_no_message(odd: float) -> None:
     """An image of the user's may write a manifest with NaN, as Python's json does."""

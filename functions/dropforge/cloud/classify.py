@@ -153,10 +153,8 @@ def status_of(error: Exception) -> str:
     """The canonical status of a client's exception, over gRPC or REST; UNAVAILABLE for a broken connection."""
     if (code := _grpc_code(error)) is not None:
         return str(code.name)
-    try:
-        return str(error.response.json()["error"]["status"])  # type: ignore[attr-defined]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass
+    if (status := _status_in_body(error)) is not None:
+        return status
     if (http := _http_of(error)) is not None:
         return _BY_HTTP.get(http, "UNAVAILABLE")
     if getattr(error, "retryable", False):  # of google.auth
@@ -193,6 +191,14 @@ def _grpc_code(error: Exception) -> Any:
     """The grpc.StatusCode of an exception of google.api_core or of grpc itself; None without one."""
     code = getattr(error, "code", None)
     return getattr(error, "grpc_status_code", None) or (code() if callable(code) else None)
+
+
+def _status_in_body(error: Exception) -> str | None:
+    """The status that a REST API writes into its answer; None without an answer of that form."""
+    try:
+        return str(error.response.json()["error"]["status"])  # type: ignore[attr-defined]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _http_of(error: Exception) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .fields import LEARNT, is_learnt
-from .values import UnsupportedRow, UnusableRow, is_empty, kind_of, object_of, text_of, word
+from .values import UnsupportedRow, UnusableRow, is_empty, kind_of, list_of, object_of, text_of, word
 
 Message = dict[str, Any]  # as a chat template takes it; `content` is always text
 Tool = dict[str, Any]
@@ -88,11 +88,9 @@ def conversation(
 
     Raises UnusableRow, UnsupportedRow and LeftOut.
     """
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise UnusableRow(f"the messages are {kind_of(given)}; expected a list of {{role, content}}")
     read: list[Message] = []
     learnt: list[bool] = []
-    for message in given:
+    for message in list_of(given, "`messages`"):
         if not isinstance(message, Mapping):
             raise UnusableRow(f"a message is {kind_of(message)}; expected an object with a role and a content")
         seen(message)
@@ -131,17 +129,8 @@ def exchange(question: str, answer: str, system: str = "", before: Sequence[Mess
 
 
 def tools_of(given: Any) -> tuple[Tool, ...]:
-    """The tools of a row (a list, or JSON text of one) in OpenAI's form. Raises UnusableRow."""
-    if is_empty(given):
-        return ()
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            raise UnusableRow(f"`tools` is {kind_of(given)}, which is not JSON; expected a list of tools") from None
-    if not isinstance(given, list):
-        raise UnusableRow(f"`tools` is {kind_of(given)}; expected a list of tools")
-    return tuple(_tool(object_of(tool, "a tool")) for tool in given)
+    """The tools of a row in OpenAI's form. Raises UnusableRow."""
+    return () if is_empty(given) else tuple(_tool(object_of(tool, "a tool")) for tool in list_of(given, "`tools`"))
 
 
 def _tool(tool: dict[str, Any]) -> Tool:
@@ -158,7 +147,7 @@ def _message(given: Mapping[str, Any]) -> Message:
         raise UnusableRow(f"the role of a message is {word(role_given)}; expected system, user, assistant or tool")
     if role_given == "function_call":
         return {"role": role, "content": "", "tool_calls": [_call(given.get("value", given.get("content")))]}
-    message: Message = {"role": role, "content": _content(given, role)}
+    message: Message = {"role": role, "content": content_of(given, role)}
     for name in ("name", "tool_call_id"):
         if not is_empty(given.get(name)):
             message[name] = text_of(given[name], name)
@@ -174,7 +163,8 @@ def _message(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def _content(given: Mapping[str, Any], role: str) -> str:
+def content_of(given: Mapping[str, Any], role: str) -> str:
+    """The text of a message. Raises UnusableRow and UnsupportedRow."""
     content = next((given[name] for name in ("content", "value", "parts") if given.get(name) is not None), None)
     if role == "assistant" and is_empty(content):
         content = given.get("refusal") or ""  # the answer of a model that refuses
@@ -205,9 +195,7 @@ def _calls(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls = given.get("tool_calls")
     if is_empty(calls):
         calls = [] if is_empty(given.get("function_call")) else [{"function": given["function_call"]}]
-    if not isinstance(calls, list):
-        raise UnusableRow(f"`tool_calls` is {kind_of(calls)}; expected a list of calls")
-    return [_call(call) for call in calls]
+    return [_call(call) for call in list_of(calls, "`tool_calls`")]
 
 
 def _call(given: Any) -> dict[str, Any]:

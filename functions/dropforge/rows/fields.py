@@ -1,4 +1,4 @@
-"""What dropforge makes of each field that a row or a message may have.
+"""The fields of rows and messages: which are used, which say nothing, and which must not be lost.
 
 A field that a form reads is used. A field that changes what a row means is honoured, or the data set is refused by its
 name. A field of HARMLESS changes nothing. Any other field is listed once: in the log, the manifest and a message.
@@ -23,13 +23,15 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 # Why a field changes what the row means, and the names of such fields, by lower case.
+_PREFERENCE = "rows of preferences need a method such as DPO, which dropforge does not have yet"
+_QUALITY = "it may say how good the answer is"
 _REASONS = {
-    "rows of preferences need a method such as DPO, which dropforge does not have yet": (
+    _PREFERENCE: (
         "chosen", "rejected", "rejected_response", "preferred", "non_preferred", "preferred_output",
         "non_preferred_output", "preference", "chosen_conversations", "rejected_conversations",
     ),
     "it may say that the answer is bad, as in rows for KTO": ("label", "labels", "kto_tag"),
-    "it may say how good the answer is": ("score", "scores", "rating", "reward", "rewards", "quality"),
+    _QUALITY: ("score", "scores", "rating", "reward", "rewards", "quality"),
     "it may say that the row is not learnt": ("weight", "weights", "train", "loss", "trainable", "learn"),
     "it may say which parts are not learnt": ("mask", "train_mask", "loss_mask", "train_detail"),
     "it has thoughts of the model": ("thinking", "reasoning", "reasoning_content", "thoughts", "rationale"),
@@ -44,6 +46,7 @@ _REASONS = {
     "it has an answer of the model": ("refusal",),
 }  # fmt: skip
 MEANING = {name: reason for reason, names in _REASONS.items() for name in names}
+JUDGES = frozenset((*_REASONS[_PREFERENCE], *_REASONS[_QUALITY]))  # rows with these fields have good and bad answers
 
 LEARNT = ("weight", "train", "loss", "trainable")  # of a message or a row: whether its answer is learnt
 

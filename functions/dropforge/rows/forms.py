@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dropforge.spec import Columns, Dataset
 from dropforge.spec.templates import columns_in, fill_template, shown_columns
 
 from .conversation import USED as USED_IN_MESSAGES
-from .conversation import LeftOut, Message, Row, conversation, exchange
+from .conversation import LeftOut, Message, Row, content_of, conversation, exchange
 from .fields import LEARNT, MEANING, is_learnt, unused_fields
-from .values import UnsupportedRow, UnusableRow, is_empty, kind_of, text_of
+from .values import UnsupportedRow, UnusableRow, is_empty, kind_of, list_of, text_of
 
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
+INSTRUCTIONS = ("systemInstruction", "system_instruction")
 PREFERENCES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"), ("preferred", "non_preferred"))
 JUDGED = ("prompt", "completion", "label")  # rows for KTO
 
@@ -28,37 +29,51 @@ class Form:
     optional: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Reader], Row]
 
+    @property
+    def is_conversation(self) -> bool:
+        """Whether a row has messages, which no template can name."""
+        return len(self.columns) == 1 and self.columns[0] in ("messages", "conversations", "contents")
+
     def fits(self, columns: Collection[str]) -> bool:
         return all(name in columns for name in self.columns)
 
 
 def _messages(name: str) -> Form:
     def read(values: Mapping[str, Any], reader: Reader) -> Row:
-        tools = next((values[each] for each in TOOLS if not is_empty(values.get(each))), None)
-        return _instructed(conversation(_column(values, name), tools, reader.see), values)
+        return _conversation(_column(values, name), values, reader)
 
     return Form((name,), (*SYSTEM, *TOOLS), read)
 
 
 def _contents(values: Mapping[str, Any], reader: Reader) -> Row:
     """https://cloud.google.com/vertex-ai/generative-ai/docs/models/gemini-supervised-tuning-prepare"""
-    row = conversation(_column(values, "contents"), None, reader.see)
-    instruction = values.get("systemInstruction", values.get("system_instruction"))
-    parts = instruction.get("parts") if isinstance(instruction, Mapping) else instruction
-    if is_empty(parts):
-        return row
-    told = conversation([{"role": "system", "parts": parts if isinstance(parts, list) else [parts]}, *row.messages])
-    return replace(told, muted=frozenset(at + 1 for at in row.muted))
+    given = next((values[name] for name in INSTRUCTIONS if not is_empty(values.get(name))), None)
+    parts = given.get("parts") if isinstance(given, Mapping) else given
+    system = "" if is_empty(parts) else content_of({"parts": parts}, "system")
+    return _conversation(_column(values, "contents"), {"system": system}, reader)
+
+
+def _conversation(messages: Any, values: Mapping[str, Any], reader: Reader) -> Row:
+    """The row of messages, with the tools and the instruction that have columns of their own."""
+    messages = list_of(messages, "`messages`")
+    if system := _system(values):
+        if any(isinstance(each, Mapping) and each.get("role", each.get("from")) == "system" for each in messages):
+            raise UnsupportedRow("a column `system` beside a message of the role 'system'", "keep one of the two")
+        messages = [{"role": "system", "content": system}, *messages]
+    return conversation(messages, _tools(values), reader.see)
+
+
+def _tools(values: Mapping[str, Any]) -> Any:
+    return next((values[name] for name in TOOLS if not is_empty(values.get(name))), None)
 
 
 def _prompt_completion(values: Mapping[str, Any], reader: Reader) -> Row:
     prompt, completion = _column(values, "prompt"), _column(values, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        tools = next((values[each] for each in TOOLS if not is_empty(values.get(each))), None)
-        return _instructed(conversation([*prompt, *completion], tools, reader.see), values)
-    if tool := next((each for each in TOOLS if not is_empty(values.get(each))), ""):
+        return _conversation([*prompt, *completion], values, reader)
+    if (tools := _tools(values)) is not None:
         raise UnsupportedRow(
-            f"the field {tool!r} ({kind_of(values[tool])}) beside a prompt of text, which training would lose",
+            f"the field 'tools' ({kind_of(tools)}) beside a prompt of text, which training would lose",
             "write the row as `messages`",
         )
     return _pair("prompt", "completion")(values, reader)
@@ -93,7 +108,7 @@ def _text(name: str) -> Callable[[Mapping[str, Any], Reader], Row]:
 FORMS = {
     "messages": _messages("messages"),
     "conversations": _messages("conversations"),
-    "contents": Form(("contents",), ("systemInstruction", "system_instruction"), _contents),
+    "contents": Form(("contents",), INSTRUCTIONS, _contents),
     "prompt_completion": Form(("prompt", "completion"), (*SYSTEM, *TOOLS), _prompt_completion),
     "prompt_response": Form(("prompt", "response"), SYSTEM, _pair("prompt", "response")),
     "query_response": Form(("query", "response"), (*SYSTEM, "history"), _pair("query", "response", after="history")),
@@ -162,17 +177,21 @@ def form_of(columns: Collection[str], dataset: Dataset) -> Form:
     )
 
 
+def judging_columns(columns: Collection[str]) -> tuple[str, ...]:
+    """The columns that make rows of preferences, or of answers that are judged (KTO); () if there are none."""
+    if all(name in columns for name in JUDGED):
+        return JUDGED[-1:]
+    return next((pair for pair in PREFERENCES if all(name in columns for name in pair)), ())
+
+
 def _refuse_untrainable(columns: Collection[str], dataset: Dataset) -> None:
     """Refuse rows of preferences, whatever other form they seem to have. Raises UnsupportedRow."""
-    found: tuple[str, ...] | None = next((pair for pair in PREFERENCES if all(name in columns for name in pair)), None)
-    if found is None and all(name in columns for name in JUDGED):
-        found = ("label",)
-    if found is None or set(found) & set(dataset.ignore):
+    found = judging_columns(columns)
+    if not found or set(found) & set(dataset.ignore):
         return
     good = f"; to learn the good answers only, write dataset.columns with {{{found[0]}}}" if len(found) == 2 else ""
     raise UnsupportedRow(
-        f"the columns {' and '.join(found)}, which say which answers are good and which are bad: "
-        f"{MEANING['chosen' if len(found) == 2 else 'label']}",
+        f"the columns {' and '.join(found)}, which say which answers are good and which are bad: {MEANING[found[0]]}",
         f"use rows whose every answer is right{good}",
     )
 
@@ -211,20 +230,6 @@ def _named(template: str, where: str) -> list[str]:
     except ValueError as error:
         message = f"dataset.columns.{where}, which is not a template: {error}"
         raise UnsupportedRow(message, "write {{ for a brace") from None
-
-
-def _instructed(row: Row, values: Mapping[str, Any]) -> Row:
-    """The row with the instruction of its own column, if no message has one."""
-    system = _system(values)
-    if not system:
-        return row
-    if row.messages[0]["role"] == "system":
-        raise UnsupportedRow("a column `system` beside a message of the role 'system'", "keep one of the two")
-    return replace(
-        row,
-        messages=({"role": "system", "content": system}, *row.messages),
-        muted=frozenset(at + 1 for at in row.muted),
-    )
 
 
 def _system(values: Mapping[str, Any]) -> str:

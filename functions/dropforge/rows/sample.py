@@ -26,7 +26,7 @@ SOURCE = "/dataset/source"
 
 
 def sample_problems(dataset: Dataset, uri: str, data: bytes) -> list[SpecProblem]:
-    """What the first SAMPLE_BYTES of a data set show to be wrong; other formats than text are left to the training."""
+    """The faults in the first SAMPLE_BYTES of a data set. The training reads other formats than text."""
     if not uri.endswith(SUFFIXES):
         return []
     rows: list[Raw] = []

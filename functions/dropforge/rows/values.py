@@ -70,12 +70,25 @@ def word(value: Any) -> str:
 
 
 def object_of(value: Any, name: str) -> dict[str, Any]:
-    """A JSON object, or a text that holds one (OpenAI's `arguments`). Raises UnusableRow."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise UnusableRow(f"{name!r} is {kind_of(value)}, which is not JSON; expected an object") from None
+    """An object, or a text that is one in JSON (OpenAI's `arguments`). Raises UnusableRow."""
+    value = _parsed(value, name, "an object")
     if not isinstance(value, Mapping):
-        raise UnusableRow(f"{name!r} is {kind_of(value)}; expected an object")
+        raise UnusableRow(f"{name} is {kind_of(value)}; expected an object")
     return dict(value)
+
+
+def list_of(value: Any, name: str) -> list[Any]:
+    """A list, or a text that is one in JSON: a table has such texts in its columns. Raises UnusableRow."""
+    value = _parsed(value, name, "a list")
+    if not isinstance(value, list):
+        raise UnusableRow(f"{name} is {kind_of(value)}; expected a list")
+    return value
+
+
+def _parsed(value: Any, name: str, expected: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise UnusableRow(f"{name} is {kind_of(value)}, which is not JSON; expected {expected}") from None

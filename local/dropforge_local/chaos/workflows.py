@@ -269,7 +269,7 @@ class Workflows:
         execution.state = state
         execution.waits.clear()
         result = json.loads(value) if state == "SUCCEEDED" and value else value
-        machine = execution.machine  # None: it was cancelled before its first step, or while its engine was down
+        machine = execution.machine  # None in the model of a run (model.py), which takes its own steps
         steps = {"steps": machine.steps, "external_steps": machine.external_steps} if machine else {}
         self.world.fact("execution_ended", id=execution.id, run=execution.run, state=state, result=result, **steps)
 

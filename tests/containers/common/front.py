@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-# What a request may meet besides an HTTP status: no answer, an answer that is lost behind the work, and one that never
-# comes before the end of the test.
+# Faults besides an HTTP status: the connection is cut, the answer is lost after the work, or it comes after the test.
 CUT, LOST, LATE = "cut", "lost", "late"
 Fault = int | str
 
@@ -63,7 +62,7 @@ class Front(ThreadingHTTPServer):
         self.fault = lambda asked: left.pop(0) if asked.of == of and left else None
 
     def environment(self, bucket: str) -> dict[str, str]:
-        """What a container of a run gets in its environment."""
+        """The environment of a container of a run."""
         address = f"127.0.0.1:{self.server_port}"
         return {
             "STORAGE_EMULATOR_HOST": f"http://{address}",
@@ -90,7 +89,7 @@ def front_of(storage: str) -> Iterator[Front]:
 
 
 def stop_this_process() -> None:
-    """What the cloud sends to a container that must end."""
+    """Send the signal with which the cloud ends a container."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
