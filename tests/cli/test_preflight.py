@@ -451,12 +451,12 @@ def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:
 def test_the_permissions_of_the_deployment_s_accounts_are_checked(deployed: Deployed, project: Project) -> None:
     project.access = {
         "dropforge-provision@p.iam.gserviceaccount.com": "CANNOT_ACCESS",
-        "dropforge-notify@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
+        "dropforge-teardown@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
     }
     answers = wrong(answers_of(deployed, spec(), code=1))
     assert {(status, what) for status, what, _ in answers} == {
         ("failed", "account provision"),
-        ("not asked", "account notify"),
+        ("not asked", "account teardown"),
     }
     trainer = "//iam.googleapis.com/projects/p/serviceAccounts/dropforge-trainer@p.iam.gserviceaccount.com"
     assert ("dropforge-provision@p.iam.gserviceaccount.com", "iam.serviceAccounts.actAs", trainer) in project.troubled

@@ -280,7 +280,7 @@ def test_the_command_line_reads_its_settings(applied: Applied) -> None:
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
     called = {
-        "dropforge-run": {"provision", "inspect", "deploy", "notify", "teardown"},
+        "dropforge-run": {"provision", "inspect", "deploy", "teardown"},
         "dropforge-rollout": {"rollout"},
     }
     workflows = {workflow["name"]: workflow for workflow in applied["google_workflows_workflow"]}

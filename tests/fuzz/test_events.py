@@ -22,10 +22,11 @@ from .documents import mutated, odd_values
 
 QUIET = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 EVENTS = ["on_spec_uploaded", "on_spec_message", "on_job_event"]
-STAGES = ["provision", "inspect", "deploy", "notify", "teardown"]
+STAGES = ["provision", "inspect", "deploy", "teardown"]
 NOBODY = "nobody-0123456789ab"
-REQUEST = {"run": NOBODY, "execution": "e-1", "attempt": 1, "callback_url": "http://127.0.0.1:1/", "state": "FAILED"}
-REQUEST |= {"scope": "run", "keep_endpoint": False, "error": {"error_class": "code", "message": "m", "hint": ""}}
+REQUEST = {"run": NOBODY, "execution": "e-1", "attempt": 1, "callback_url": "http://127.0.0.1:1/", "scope": "run"}
+ERROR = {"error_class": "code", "message": "m", "hint": ""}
+REQUEST |= {"keep_endpoint": False, "outcome": {"state": "FAILED", "error": ERROR}}
 MESSAGE = {"message": {"data": "e30=", "messageId": "1", "attributes": {"idempotency_key": "k"}}, "subscription": "s"}
 UPLOAD = {"bucket": RUNS, "name": "specs/a.json", "generation": "1", "size": "2"}
 ODD_HEADERS = [

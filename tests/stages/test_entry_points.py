@@ -26,7 +26,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "provision": {**RUN, "attempt": 1},
     "inspect": {**RUN, "attempt": 1, "callback_url": "http://127.0.0.1:1/"},
     "deploy": RUN,
-    "notify": {**RUN, "state": "FAILED"},
     "teardown": {**RUN, "scope": "run", "keep_endpoint": False},
 }
 HEADERS = {

@@ -610,13 +610,13 @@ def test_a_sweep_tells_an_untold_end_once(
 ) -> None:
     told: list[str] = []
 
-    def note(_: Any, run: str, execution: str, ended: str, error: Any) -> Any:
-        told.append(ended)
-        return SimpleNamespace(status="NOTIFIED")
+    def note(_: Any, record: Record) -> bool:
+        told.append(record.state)
+        return True
 
     monkeypatch.setattr(lost_work, "state_of", lambda *_: "FAILED")
     monkeypatch.setattr(lost_work, "tell", lambda _, record: told.append(record.state))
-    monkeypatch.setattr(lost_work, "notify", note)
+    monkeypatch.setattr(lost_work, "finish", note)
     place = Place(state, execution=execution)
     for _ in range(2):
         assert lost_work._tell_end(place.context, place.record, frozenset())
@@ -721,7 +721,7 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
 
     place.platform.teardown = cancelled_meanwhile  # type: ignore[method-assign]
     outcome = Outcome(state=RunState.SUCCEEDED)
-    answer = teardown(place.context, RUN, ME, "run", True, outcome, ends=True)
+    answer = teardown(place.context, RUN, ME, "run", True, outcome)
     assert (answer.status, place.record.state) == ("ENDED", RunState.CANCELLED)
     assert place.platform.asked == [f"teardown {JOB}", f"teardown {live.service}"]
     assert place.record.endpoint is not None
@@ -776,7 +776,7 @@ FAILED = Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.CO
 def test_an_execution_that_owns_no_run_deletes_nothing_and_ends_nothing() -> None:
     place = Place(RunState.TRAINING)
     place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
-    answer = teardown(place.context, RUN, "another", "run", False, FAILED, ends=True)
+    answer = teardown(place.context, RUN, "another", "run", False, FAILED)
     assert (answer.status, place.record.state, place.record.outcome) == ("SUPERSEDED", RunState.TRAINING, None)
     assert place.platform.asked == []
 
@@ -791,7 +791,7 @@ def test_an_execution_that_lost_the_run_while_it_deleted_does_not_end_it() -> No
         return delete(cloud, kind, name)
 
     place.platform.teardown = taken_over_meanwhile  # type: ignore[method-assign]
-    answer = teardown(place.context, RUN, ME, "run", False, FAILED, ends=True)
+    answer = teardown(place.context, RUN, ME, "run", False, FAILED)
     assert (answer.status, place.record.state) == ("SUPERSEDED", RunState.TEARING_DOWN)
 
 
@@ -801,7 +801,7 @@ def test_the_outcome_that_was_decided_first_stays_until_the_end() -> None:
     place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
     place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
     for outcome in (FAILED, Outcome(state=RunState.SUCCEEDED), None):
-        assert teardown(place.context, RUN, ME, "run", False, outcome, ends=True).status == "PENDING"
+        assert teardown(place.context, RUN, ME, "run", False, outcome).status == "PENDING"
         assert place.record.outcome == FAILED
 
 
