@@ -238,8 +238,8 @@ def stuck() -> Story:
     story = Story()
     story.begin({"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}, 3000)
     for sequence, step in enumerate((3, 7, 7, 7)):
-        story.add("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
-        story.write(f"events/0001-{sequence:015d}-progress.json", None, 0)
+        story.add("told", after=150, run=RUN, attempt=1, sequence=sequence, type="checkpoint", step=step)
+        story.write(f"events/0001-{sequence:015d}-checkpoint.json", None, 0)
     story.add("tick", after=60)
     story.notice("stuck-a1")
     story.fail("stuck", exit_code=None)

@@ -40,7 +40,6 @@ TIME = "2026-01-01T00:00:00Z"
 BASE = {"run": RUN, "attempt": 1, "sequence": 1, "time": TIME}
 EVENTS = [
     {**BASE, "type": "started", "resumed_step": 0, "device": "cpu"},
-    {**BASE, "type": "progress", "step": 1, "total_steps": 2, "loss": 1.0},
     {**BASE, "type": "checkpoint", "step": 1, "uri": "gs://b/checkpoints/x"},
     {**BASE, "type": "succeeded", "manifest_uri": "gs://b/models/x/MANIFEST.json", "metrics": {"loss": 0.1}},
     {**BASE, "type": "failed", "error_class": "code", "message": "m", "hint": ""},

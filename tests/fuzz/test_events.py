@@ -90,8 +90,8 @@ def test_a_malformed_message_is_acknowledged(app: App, name: str, body: Any) -> 
 @given(data=st.data())
 def test_no_job_event_makes_a_function_fail_or_ends_a_run(app: App, run: str, data: st.DataObject) -> None:
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
-    progress = {"type": "progress", "step": 1, "total_steps": 2, "loss": 1.0}
-    more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, progress]
+    saved = {"type": "checkpoint", "step": 1, "uri": "gs://b/c"}
+    more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, saved]
     body = data.draw(mutated([{**event, **fields} for fields in more]))
     before = app.store.record(run)
     content = json.dumps(body).encode()

@@ -10,9 +10,9 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Failed, Preempted, Progress, Started, Succeeded
+from dropforge.run.events import Failed, Preempted, Started, Succeeded
 from dropforge.run.record import Attempt, Record, RunState, Transition
-from dropforge.run.series import Kept, Series, series_object
+from dropforge.run.series import Kept, Progress, Series, series_object
 from dropforge.run.store import RunStore
 from dropforge.stages.await_.decide import MOST_REPORTS, Heard, Report, decide, hear
 
@@ -56,7 +56,7 @@ def heard_by_series(events: list[Any], ago: float, progress: float | None) -> He
 
 def series_of(time: datetime, written: datetime) -> Series:
     series = Series(run=RUN, attempt=1, began=time, written=time)
-    series.add(Progress(run=RUN, attempt=1, sequence=1, time=time, step=1, total_steps=2))
+    series.add(Progress(attempt=1, time=time, step=1, total_steps=2))
     series.written = written
     return series
 

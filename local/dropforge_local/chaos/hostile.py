@@ -170,8 +170,8 @@ class Hostile:
     def _forge_event(self, victim: str) -> None:
         """Publish a job event that no function may keep."""
         sequence = FIRST_SEQUENCE + self._world.id()
-        event = {"run": victim, "attempt": 1, "sequence": sequence, "time": "2026-01-01T00:00:00Z", "type": "progress"}
-        event |= {"step": 1, "total_steps": 2}
+        event = {"run": victim, "attempt": 1, "sequence": sequence, "time": "2026-01-01T00:00:00Z"}
+        event |= {"type": "checkpoint", "step": 1, "uri": "gs://forged"}
         failed = {"type": "failed", "error_class": "code", "message": "forged"}
         present = {"attempt": self._present_attempt(victim)}
         uri = f"gs://{self._bucket}/models/{victim}/MANIFEST.json"
@@ -190,7 +190,7 @@ class Hostile:
                 {"run": f"../{victim}", **failed},
                 {"run": self._run, "attempt": self._attempt + 500, **failed},
                 {"step": -1},
-                {"loss": "much"},
+                {"uri": 1},
                 {"sequence": sequence * 100},
                 {**failed, "message": "x" * MAX_JOB_EVENT_BYTES},
                 {**failed, "error_class": "forged"},
