@@ -98,12 +98,12 @@ def on_job_event(event: Any) -> None:
 
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, attempt, callback_url?} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
+    """{run, execution, attempt, callback_url} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
     return _stage(
         request,
         "provision",
         lambda body: partial(
-            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body.get("callback_url", ""))
+            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body["callback_url"])
         ),
     )
 

@@ -83,7 +83,7 @@ class Story:
 
     def ledger(self, name: str, state: str) -> None:
         self.entries = [*[entry for entry in self.entries if entry["name"] != name], {"name": name, "state": state}]
-        self.write("ledger.json", {"run": RUN, "entries": self.entries}, 1)
+        self.change(resources=self.entries)
 
     def attempt(self, number: int, error_class: str | None, seconds: float = 60.0) -> None:
         """Add an attempt, from its start to its teardown."""
@@ -721,7 +721,7 @@ def _delay(story: Story, index: int, seconds: float) -> None:
 def _rename(story: Story, old: str, new: str) -> None:
     """Rename a resource in all facts."""
     for fact in story.facts:
-        for data in (fact.data, *(fact.data.get("content") or {}).get("entries", [])):
+        for data in (fact.data, *(fact.data.get("content") or {}).get("resources", [])):
             if data.get("name") == old:
                 data["name"] = new
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from dropforge.base import names
 from dropforge.run.events import JobEvent
-from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.series import Progress, Series, series_object
 from dropforge.run.store import RunStore
 from dropforge_cli.main import cli
@@ -144,7 +144,7 @@ class Deployed:
         self.store.replace(series_object(series.run, series.attempt), series.encoded(""))
 
     def ledger(self, run: str, *entries: LedgerEntry) -> None:
-        self.store.put_new(names.ledger_object(run), Ledger(run=run, entries=list(entries)).model_dump_json().encode())
+        self.store.update(run, lambda record: record.model_copy(update={"resources": list(entries)}))
 
 
 @pytest.fixture

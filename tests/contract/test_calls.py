@@ -208,7 +208,7 @@ def live(user: User) -> None:
     lost = [submitted_by_halves(user, function) for function in HALVES]
     for run in hanging:
         record = user.wait(run, "TRAINING")
-        again = {"run": run, "execution": record.execution, "attempt": 1}
+        again = {"run": run, "execution": record.execution, "attempt": 1, "callback_url": record.callback_url}
         assert call(user, "provision", again), "a second call, as if the first answer were lost"
         if run == hanging[-1]:
             clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()

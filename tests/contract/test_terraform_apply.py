@@ -520,7 +520,6 @@ RUN = "job-0123456789ab"
 CONTROL_PLANE = (
     f"runs/open/{RUN}",
     f"runs/{RUN}/record.json",
-    f"runs/{RUN}/ledger.json",
     f"runs/{RUN}/spec.json",
     f"runs/{RUN}/events/0001-000000000000001-failed.json",
     f"runs/{RUN}/machine/attempt-1/status.json",

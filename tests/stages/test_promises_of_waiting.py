@@ -18,7 +18,7 @@ from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Failed, Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
-from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
+from dropforge.run.record import Attempt, Outcome, Record, ResourceState, RunError, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages import deploy as deploying_stage
@@ -314,10 +314,9 @@ def test_an_attempt_whose_start_and_end_came_together_has_trained(status: Status
     assert [entry.state for entry in place.store.ledger(RUN).entries] == [ResourceState.CREATED]
 
 
-@pytest.mark.parametrize("resources", [None, []], ids=["ledger beside the record", "ledger in the record"])
-def test_a_call_that_was_suspended_past_the_deployment_creates_nothing(resources: list[LedgerEntry] | None) -> None:
+def test_a_call_that_was_suspended_past_the_deployment_creates_nothing() -> None:
     """Between its read of the record and its entry in the ledger, the run was torn down."""
-    place = Place(RunState.TRAINING, resources=resources)
+    place = Place(RunState.TRAINING)
     intend_all = place.store.intend_all
 
     def late(*arguments: Any) -> bool:

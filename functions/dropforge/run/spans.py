@@ -95,7 +95,7 @@ def spans_of(record: Record, steps: Mapping[int, Steps] | None = None) -> list[S
     found = [_root(record), *_states(record)]
     for attempt in record.attempts:
         found += _attempt(attempt, (steps or {}).get(attempt.number))
-    found += _resources(record.resources or ())
+    found += _resources(record.resources)
     return [*found, *_endpoint(record)]
 
 

@@ -57,14 +57,14 @@ def teardown(
     while True:
         is_kept = keep_endpoint and record.cancel_requested is None
         try:
-            deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+            deleted = delete_all(context, record.ledger, keep_endpoint=is_kept)
         except OverQuota:
             _announce(context, record, scope)
             return _later(context, record, scope)
         except CloudError:
             _announce(context, record, scope)
             raise
-        if deleted.remaining or outcome is None or record.ledger is None:
+        if deleted.remaining or outcome is None:
             note_gone(context, run, deleted)
         if deleted.remaining:
             _announce(context, record, scope)
@@ -134,7 +134,7 @@ def _pending(context: Context, record: Record, scope: Scope, entries: list[Ledge
 
 def _later(context: Context, record: Record, scope: Scope) -> Pending:
     """Call again after a deletion that was refused for a rate: every request counts, so the longer, the rarer."""
-    remaining = [entry.name for entry in context.store.ledger_of(record).remaining()]
+    remaining = [entry.name for entry in record.ledger.remaining()]
     waited = (context.now() - _began(record, scope)).total_seconds()
     return Pending(wait_seconds=next_turn(waited, LONGEST_SECONDS), remaining=remaining)
 
