@@ -116,7 +116,7 @@ UNUSED = {
     },
     Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
-    Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",
+    Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a model has no manifest any more",
     **{
         Grant("preflight", "project", permission): "the local stack does not emulate it (tests/cli/test_preflight.py)"
         for permission in ("cloudquotas.quotas.get",)

@@ -124,7 +124,7 @@ class Place:
         history = [Transition(state=state, time=NOW - MINUTE)]
         own = {"attempts": [attempt], "execution": ME, "history": history, "created": NOW - MINUTE, **fields}
         self.store.put_new(names.spec_object(RUN), json.dumps({**SPEC, **(spec or {})}).encode())
-        self.store.create(Record(run=RUN, name="demo", source="test", state=state, **own))
+        self.store.create(self.store.with_key(Record(run=RUN, name="demo", source="test", state=state, **own)))
 
     @property
     def record(self) -> Record:

@@ -335,7 +335,7 @@ class Record(Stored):
     resources: list[LedgerEntry] = []  # the ledger
     about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
     spec: dict[str, JsonValue] | None = None  # the accepted spec; None: it is an object of its own
-    # The day of the key from which the run's key derives (run/proof.py); "": the run was accepted before 2026-11-27.
+    # The day of the key from which the run's key derives (run/proof.py); "": the run was never accepted.
     key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
 
     @property

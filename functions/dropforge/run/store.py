@@ -87,8 +87,7 @@ class RunStore:
         self._clock = clock or Clock()
         self._chance = chance or SystemRandom()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._own_key = lru_cache(KNOWN)(lambda run: self._read_key(names.key_object(run)))
-        self._day_key = lru_cache(DAYS)(lambda day: self._read_key(names.day_key_object(day)))
+        self._day_key = lru_cache(DAYS)(lambda day: self.read(names.day_key_object(day)).data.decode("ascii"))
         self._keyed = ""  # the last day whose key is known to exist
         self._known: OrderedDict[str, Known] = (
             OrderedDict()
@@ -159,25 +158,19 @@ class RunStore:
         return self._spec(run)
 
     def spec_beside(self, run: str) -> JobSpec:
-        """The spec in an object of its own: a large spec, or that of a run from before 2026-11-27.
-
-        Raises NotFound and Malformed.
-        """
+        """The spec in an object of its own, if it is large. Raises NotFound and Malformed."""
         name = names.spec_object(run)
         return _parsed(self.read(name).data, f"gs://{self.bucket.name}/{name}")
 
     def key(self, run: str) -> str:
-        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed.
+        """The run's key (run/proof.py), which never changes.
 
-        Raises NotFound if somebody has deleted the key of the run's day: without it, nothing is proved.
+        Raises NotFound for a run that was never accepted, and if somebody has deleted the key of the run's day.
         """
         record = self.recall(run)
-        if record is not None and record.key_day:
-            return key_of_run(self._day_key(record.key_day), run)
-        try:
-            return self._own_key(run)
-        except NotFound:  # not remembered: the run may be accepted, and get its key, later
-            return ""
+        if record is None or not record.key_day:
+            raise NotFound(f"run {run!r} has no key: it was never accepted")
+        return key_of_run(self._day_key(record.key_day), run)
 
     def series(self, run: str, attempt: int, key: str = "") -> Kept | None:
         """The series of an attempt; None if there is none, or none with the proof of `key`."""
@@ -446,9 +439,6 @@ class RunStore:
             self.put_new(names.day_key_object(day), new_key(self._chance).encode(), "text/plain")
             self._keyed = day
         return day
-
-    def _read_key(self, name: str) -> str:
-        return self.read(name).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
         record = self.recall(run)

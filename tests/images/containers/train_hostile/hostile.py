@@ -105,7 +105,7 @@ def objects(victim: str) -> Iterator[Try]:
 
 def written(victim: str, runs: Any) -> Iterator[Try]:
     """What only the control plane writes, in every way to write."""
-    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", f"keys/{victim}", f"keys/{RUN}"]
+    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", "keys/own"]
     names = [
         *(f"runs/{victim}/{name}.json" for name in ("record", "spec", "report", "errors")),
         f"runs/{victim}/events/0001-000000000000001-failed.json",
