@@ -229,7 +229,7 @@ def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mappi
 
 
 def _fields(template: str, where: str) -> list[str]:
-    """The columns that a template names: admission refuses other templates, and earlier versions of it did not."""
+    """The columns that a template names."""
     try:
         return columns_in(template)
     except ValueError as error:

@@ -300,7 +300,7 @@ class Ledger(Stored):
 
 
 def topic_of(source: str) -> str:
-    """The topic in the source of a run; "" for a run from the specs bucket or from an older version."""
+    """The topic in the source of a run; "" for a run from the specs bucket."""
     kind, _, rest = source.partition(" ")
     return rest.partition(" ")[0] if kind == "topic" else ""
 
@@ -340,7 +340,7 @@ class Record(Stored):
 
     @property
     def topic(self) -> str:
-        """The topic of the request for the run; "" for a run from the specs bucket or from an older version."""
+        """The topic of the request for the run; "" for a run from the specs bucket."""
         return topic_of(self.source)
 
     @property
