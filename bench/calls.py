@@ -34,7 +34,7 @@ from .stack import User, running_stack
 
 RUNS = 20
 STATE = "state.db"
-WORKFLOW_CALLS = ("provision", "inspect", "deploy", "notify", "teardown")
+WORKFLOW_CALLS = ("provision", "inspect", "deploy", "teardown")
 # The parts of a request that differ between runs, and what stands for them.
 _VARIABLE = (
     (r"callbacks/.*", "callbacks/CALLBACK"),

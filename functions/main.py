@@ -21,7 +21,7 @@ from dropforge.base.redact import cut
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.proof import PROOF
-from dropforge.run.record import Outcome, RunError, RunState
+from dropforge.run.record import Outcome
 from dropforge.stages.access import access as give_access
 from dropforge.stages.answers import Answer
 from dropforge.stages.ask import ask as lend
@@ -29,7 +29,6 @@ from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
 from dropforge.stages.cancel import cancel_deleted, cancel_requested
 from dropforge.stages.deploy import deploy as deploy_run
-from dropforge.stages.notify import notify as notify_run
 from dropforge.stages.preflight import preflight as preflight_spec
 from dropforge.stages.provision import provision as provision_run
 from dropforge.stages.rollout.advance import advance as advance_rollout
@@ -99,12 +98,12 @@ def on_job_event(event: Any) -> None:
 
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, attempt, callback_url?} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
+    """{run, execution, attempt, callback_url} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
     return _stage(
         request,
         "provision",
         lambda body: partial(
-            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body.get("callback_url", ""))
+            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body["callback_url"])
         ),
     )
 
@@ -138,20 +137,8 @@ def deploy(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 
 @functions_framework.http
-def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, state, error?} → NOTIFIED | UNTOLD | CANCELLED | SUPERSEDED"""
-    return _stage(
-        request,
-        "notify",
-        lambda body: partial(
-            notify_run, **_caller(body), state=RunState(body["state"]), error=_error(body.get("error"))
-        ),
-    )
-
-
-@functions_framework.http
 def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, scope, keep_endpoint, outcome?, ends?} → GONE | ENDED | PENDING | SUPERSEDED"""
+    """{run, execution, scope, keep_endpoint, outcome?} → GONE | ENDED | PENDING | SUPERSEDED"""
     return _stage(
         request,
         "teardown",
@@ -161,7 +148,6 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
             scope=_one_of(SCOPES, body, "scope"),
             keep_endpoint=_one_of((False, True), body, "keep_endpoint"),
             outcome=_outcome(body.get("outcome")),
-            ends=_one_of((False, True), {"ends": False, **body}, "ends"),
         ),
     )
 
@@ -313,10 +299,6 @@ def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:
         if type(given) is type(value) and given == value:
             return value
     raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, expected))}")
-
-
-def _error(value: Any) -> RunError | None:
-    return None if value is None else RunError.model_validate(value)
 
 
 def _outcome(value: Any) -> Outcome | None:

@@ -186,25 +186,6 @@ resource "google_dns_managed_zone_iam_member" "grant" {
   member       = google_service_account.account[each.value.account].member
 }
 
-# Attempts and servers from before the upgrade of 2026-11-24 reach the runs bucket by their own account (docs/upgrade.md).
-resource "google_storage_bucket_iam_member" "older_attempts" {
-  for_each = var.older_attempts ? {
-    trainer_writes = { account = "trainer", role = "roles/storage.objectUser", scope = "lent_objects" }
-    trainer_reads  = { account = "trainer", role = "roles/storage.objectViewer", scope = "readable_objects" }
-    server_writes  = { account = "server", role = "roles/storage.objectUser", scope = "lent_objects" }
-    server_reads   = { account = "server", role = "roles/storage.objectViewer", scope = "readable_objects" }
-  } : {}
-
-  bucket = google_storage_bucket.runs.name
-  role   = each.value.role
-  member = google_service_account.account[each.value.account].member
-
-  condition {
-    title      = each.value.scope
-    expression = local.bucket_scopes[each.value.scope].condition
-  }
-}
-
 # People and CI that may drop specs and follow their runs.
 resource "google_storage_bucket_iam_member" "submitter" {
   for_each = var.submitters

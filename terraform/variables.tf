@@ -195,12 +195,6 @@ variable "network" {
   default = null
 }
 
-variable "older_attempts" {
-  description = "Lets attempts and servers that began before the upgrade of 2026-11-24 go on: until you unset it, the containers of all runs may read each other's objects, and replace and delete each other's checkpoints and models."
-  type        = bool
-  default     = false
-}
-
 variable "operators" {
   description = "IAM members who may cancel any run, such as group:oncall@example.com. Others cancel by deleting the spec, or through the topic of their request."
   type        = set(string)

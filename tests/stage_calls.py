@@ -16,7 +16,6 @@ from dropforge.stages.await_ import job_events as _job_events
 from dropforge.stages.cancel import cancel as _cancel
 from dropforge.stages.cancel import cancel_deleted as _cancel_deleted
 from dropforge.stages.deploy import deploy as _deploy
-from dropforge.stages.notify import notify as _notify
 from dropforge.stages.provision import provision as _provision
 from dropforge.stages.submit import resume as _resume
 from dropforge.stages.submit import submit_message as _submit_message
@@ -52,7 +51,6 @@ def with_context(stage: Callable[..., Any]) -> Callable[..., Any]:
 provision = with_context(_provision)
 inspect = with_context(_inspect.inspect)
 deploy = with_context(_deploy)
-notify = with_context(_notify)
 teardown = with_context(_teardown)
 sweep = with_context(_sweep)
 cancel = with_context(_cancel)

@@ -22,7 +22,7 @@ ALWAYS = (
     Permission("on_spec_uploaded", "specs_bucket", "storage.objects.get"),
     Permission("on_job_event", "project", "workflows.callbacks.send"),
     Permission("provision", "trainer_account", "iam.serviceAccounts.actAs"),
-    Permission("notify", "run_events_topic", "pubsub.topics.publish"),
+    Permission("teardown", "run_events_topic", "pubsub.topics.publish"),
     Permission("access", "lent_objects", "storage.objects.create"),
     Permission("trainer", "job_events_topic", "pubsub.topics.publish"),
 )

@@ -18,9 +18,9 @@ from rich.text import Text
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import duration
-from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_events
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Started, read_job_events
 from dropforge.run.record import Record, RunState
-from dropforge.run.series import SeriesReader
+from dropforge.run.series import Progress, SeriesReader
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment
@@ -34,10 +34,7 @@ LINES_PER_TRAINING = 10  # progress lines without a terminal
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot.
-
-    New progress is the last of the events.
-    """
+    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot."""
 
     record: Record
     progress: Progress | None = None
@@ -45,15 +42,11 @@ class Snapshot:
 
 
 class Follower:
-    """Takes snapshots of one run. It reads each job event once, and the series of the current attempt.
-
-    Runs whose image is from before 2026-11-24 have progress events: of these, it reads only the newest.
-    """
+    """Takes snapshots of one run. It reads each job event once, and the series of the current attempt."""
 
     def __init__(self, store: RunStore, run: str) -> None:
         self.store = store
         self.run = run
-        self._progress: Progress | None = None
         self._series: dict[int, SeriesReader] = {}
         self._last = names.events_prefix(run)
 
@@ -62,19 +55,15 @@ class Follower:
         record = self.store.find(self.run)
         if record is None:
             return None
-        events = [*self._new_events(), *self._new_progress(record.attempt)] if record.attempts else []
-        for event in events:
-            if isinstance(event, Progress):
-                self._progress = event
-        current = self._progress if self._progress and self._progress.attempt == record.attempt else None
-        return Snapshot(record, current, events)
+        if not record.attempts:
+            return Snapshot(record)
+        return Snapshot(record, self._progress(record.attempt), self._new_events())
 
-    def _new_progress(self, attempt: int) -> list[Progress]:
-        """Return the last point of the attempt's series, if it is new. Only functions can check the series' proof."""
+    def _progress(self, attempt: int) -> Progress | None:
+        """Return the last point of the attempt's series. Only functions can check the series' proof."""
         reader = self._series.setdefault(attempt, self.store.series_reader(self.run, attempt))
         kept = reader.read()
-        latest = kept.series.latest() if kept else None
-        return [] if latest is None or latest == self._progress else [latest]
+        return kept.series.latest() if kept else None
 
     def _new_events(self) -> list[JobEvent]:
         """Return new events in order. Names grow with attempt and sequence, so the list starts after the last name."""
@@ -82,9 +71,7 @@ class Follower:
         if not new:
             return []
         self._last = new[-1]
-        progress = [name for name in new if name.endswith("-progress.json")]
-        unread = [name for name in new if name not in progress[:-1]]
-        return [event for name in unread for event in read_job_events(self.store.read(name).data, self.run)]
+        return [event for name in new for event in read_job_events(self.store.read(name).data, self.run)]
 
 
 def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
@@ -157,7 +144,9 @@ class LineDisplay:
         record = snapshot.record
         lines = [(t.time, f"{t.state.lower()}{_where(record, t.attempt)}") for t in record.history[self._entered :]]
         self._entered = len(record.history)
-        lines += [(event.time, text) for event in snapshot.events if (text := self._text(event))]
+        lines += [(event.time, text) for event in snapshot.events if (text := describe_event(event))]
+        if snapshot.progress is not None and self._is_news(snapshot.progress):
+            lines.append((snapshot.progress.time, describe_progress(snapshot.progress)))
         for when, text in sorted(lines, key=lambda line: line[0]):
             self._print((when - record.created).total_seconds(), text)
         if (wait := describe_wait(record)) != self._wait:
@@ -170,15 +159,10 @@ class LineDisplay:
         self._seconds = max(self._seconds, seconds)
         self._out.print(f"{self._seconds:7.1f} s  {text}")
 
-    def _text(self, event: JobEvent) -> str:
-        """Return the line for an event, or "". Progress gets one line for each tenth of the training."""
-        if not isinstance(event, Progress):
-            return describe_event(event)
-        tenth = event.step * LINES_PER_TRAINING // max(1, event.total_steps)
-        if tenth == self._tenth:
-            return ""
-        self._tenth = tenth
-        return describe_progress(event)
+    def _is_news(self, progress: Progress) -> bool:
+        """Return whether progress gets a line: one for each tenth of the training."""
+        before, self._tenth = self._tenth, progress.step * LINES_PER_TRAINING // max(1, progress.total_steps)
+        return self._tenth != before
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +254,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_event(event: JobEvent) -> str:
-    """Return one line for a job event other than progress; "" if the run's state says the same."""
+    """Return one line for a job event; "" if the run's state says the same."""
     if isinstance(event, Started):
         resumed = f", from step {event.resumed_step}" if event.resumed_step else ""
         return f"the container has started on {event.device or 'an unknown device'}{resumed}"

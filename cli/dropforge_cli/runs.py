@@ -112,13 +112,12 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
             "named_endpoints": [named_json(endpoint, record.run) for endpoint in named],
             "console_url": deployment.settings.page_of(record.run),
         }
-        echo_json({**record_json(record, utc_now(), spec, store.ledger_of(record)), **more})
+        echo_json({**record_json(record, utc_now(), spec, record.ledger), **more})
     elif not is_followed:
         with working("reading the run"):
             snapshot = Follower(store, record.run).snapshot()
         assert snapshot is not None, "a record is never deleted"
-        ledger = store.ledger_of(snapshot.record)
-        show(snapshot, named, ledger, stdout(), is_local=deployment.stack is not None)
+        show(snapshot, named, snapshot.record.ledger, stdout(), is_local=deployment.stack is not None)
         if page := deployment.settings.page_of(record.run):
             stdout().print(f"console {page}", soft_wrap=True)
     if watched and record.state is not RunState.SUCCEEDED:

@@ -224,6 +224,7 @@ class Smoke:
             out.print(f"{passed:7.1f} s  {seen.label}: {snapshot.record.state.lower()}")
         seen.record, seen.ledger = snapshot.record, self._store.ledger(seen.run)
         seen.events |= {event.type: event for event in snapshot.events}
+        seen.progress = snapshot.progress or seen.progress
         if not seen.is_over:
             self._observe_training(seen)
         elif seen.record.endpoint is not None and seen.record.endpoint.ended is None:

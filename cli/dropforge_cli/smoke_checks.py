@@ -24,7 +24,9 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
 from dropforge.platforms import targets
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
+from dropforge.run.events import JobEvent
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
+from dropforge.run.series import Progress
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages.sweep.audit import compare
@@ -84,7 +86,7 @@ BY_HAND = (
     "latest-revision", "canary-counts", "selector-switch", "gateway-programmed", "gateway-settles", "gateway-paths",
     "gateway-streams", "gateway-counts", "gateway-policies", "drain-on-gke",
 )  # fmt: skip
-NEEDED_EVENTS = ("started", "progress", "succeeded")
+NEEDED_EVENTS = ("started", "succeeded")
 
 
 class Result(NamedTuple):
@@ -108,7 +110,8 @@ class Seen:
     run: str = ""
     record: Record | None = None
     ledger: Ledger = field(default_factory=lambda: Ledger(run=""))
-    events: dict[str, Any] = field(default_factory=dict)  # the latest event of each kind
+    events: dict[str, JobEvent] = field(default_factory=dict)  # the latest event of each kind
+    progress: Progress | None = None  # the latest point of the series
     training: list[Listed] = field(default_factory=list)
     executions: list[str] = field(default_factory=list)  # executions of its Cloud Run job
     answers: list[Result] = field(default_factory=list)
@@ -272,7 +275,7 @@ def job_of(execution: str) -> str:
 
 
 def job_events(seen: Seen) -> Result:
-    missing = [kind for kind in NEEDED_EVENTS if kind not in seen.events]
+    missing = [kind for kind in NEEDED_EVENTS if kind not in seen.events] + ["progress"] * (not seen.progress)
     problem = f"missing: {', '.join(missing)}" if missing else ""
     return seen.says("job-events", problem, ", ".join(sorted(seen.events)))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from dropforge.base.figures import duration, number, usd
-from dropforge.run.events import Progress
+from dropforge.run.series import Progress
 
 from . import views
 from .charts import Chart, Curve, chart, smoothed

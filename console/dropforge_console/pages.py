@@ -173,7 +173,6 @@ class Pages:
         record, spec, now = run.record, run.spec, self._context.now()
         journal, before = self._reader.journal(name), self._reader.before(run)
         older = self._reader.journal(before.record.run).progress if before else []
-        ledger = record.resources if record.resources is not None else self._reader.store.ledger_of(record).entries
         latest = next((event for event in reversed(journal.progress) if event.attempt == record.attempt), None)
         shown = record.state in (RunState.SUCCEEDED, RunState.DEPLOYING, RunState.TEARING_DOWN)
         return Content(
@@ -200,8 +199,8 @@ class Pages:
             log=log,
             measured=views.measured(record),
             samples=views.samples(self._reader.samples(name)) if shown else [],
-            log_lines=self._log(ledger),
-            cloud_log="" if self._read_log else cloud_logs.page_of(self._project, ledger, record.created),
+            log_lines=self._log(record.resources),
+            cloud_log="" if self._read_log else cloud_logs.page_of(self._project, record.resources, record.created),
             parts=views.parts(self._reader.spans(record), now),
             trace=names.trace_id(record.run),
             placed=places.placed(record, spec),
@@ -209,7 +208,7 @@ class Pages:
             before=before,
             diff=views.spec_diff(spec, before.spec) if spec and before and before.spec else [],
             spec_text=views.spec_text(spec) if spec else "",
-            resources=views.resources(ledger),
+            resources=views.resources(record.resources),
             snippet=views.snippet(record.run, record.endpoint, spec) if record.endpoint and spec and spec.serve else "",
         )
 

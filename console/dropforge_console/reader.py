@@ -16,10 +16,10 @@ from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.index import READERS, read_summary, uncollected
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
-from dropforge.run.events import JobEvent, Progress, Started, read_job_events
+from dropforge.run.events import Started, read_job_events
 from dropforge.run.record import Record
-from dropforge.run.series import Kept, SeriesReader
-from dropforge.run.spans import Span, reports_of, spans_of
+from dropforge.run.series import Kept, Progress, SeriesReader
+from dropforge.run.spans import Span, spans_of, steps_of
 from dropforge.run.store import RunStore
 from dropforge.run.summary import Summary
 from dropforge.spec import JobSpec
@@ -71,15 +71,14 @@ class Cache(Generic[T]):
 class Journal:
     """The progress of one run: the series of its attempts, and the events of the starts.
 
-    Images from before 2026-11-24 tell their progress by events. Each event is read once: the names grow with attempt
-    and sequence. A series is read again when its object has changed.
+    Each event is read once: the names grow with attempt and sequence. A series is read again when its object has
+    changed.
     """
 
     def __init__(self, store: RunStore, run: str) -> None:
         self.starts: list[Started] = []
         self._store = store
         self._run = run
-        self._told: list[Progress] = []
         self._readers: dict[int, SeriesReader] = {}
         self._kept: dict[int, Kept] = {}
         self._points: dict[int, list[Progress]] = {}
@@ -90,7 +89,7 @@ class Journal:
     @property
     def progress(self) -> list[Progress]:
         # A copy of the values, in one operation: another thread may add an attempt meanwhile.
-        return [*self._told, *chain.from_iterable(list(self._points.values()))]
+        return [*chain.from_iterable(list(self._points.values()))]
 
     @property
     def series(self) -> dict[int, Kept]:
@@ -111,19 +110,10 @@ class Journal:
         if not new:
             return False
         with ThreadPoolExecutor(READERS) as pool:
-            self._add(chain.from_iterable(pool.map(self._events, new)))
+            events = pool.map(lambda name: read_job_events(self._store.read(name).data, self._run), new)
+            self.starts += [event for event in chain.from_iterable(events) if isinstance(event, Started)]
         self._last = new[-1]
         return True
-
-    def _events(self, name: str) -> list[JobEvent]:
-        return read_job_events(self._store.read(name).data, self._run)
-
-    def _add(self, events: Iterable[JobEvent]) -> None:
-        for event in events:
-            if isinstance(event, Progress):
-                self._told.append(event)
-            elif isinstance(event, Started):
-                self.starts.append(event)
 
     def _read_series(self, attempt: int) -> bool:
         """Read the series of an attempt, if it has changed. While the object is no series, the one before counts."""
@@ -241,8 +231,7 @@ class Reader:
 
     def spans(self, record: Record) -> list[Span]:
         """The spans of a run's trace so far."""
-        series = self.journal(record.run).series
-        return spans_of(record, reports_of(self.store, record, series) if record.attempts else {})
+        return spans_of(record, steps_of(self.journal(record.run).series))
 
     def samples(self, run: str) -> list[dict[str, Any]]:
         """The held-out rows of a run with the answers before and after the training; empty without such rows."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from dropforge.base.figures import age, duration, number, usd
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState
 from dropforge.platforms.named import Counted
-from dropforge.run.events import Progress, Started
+from dropforge.run.events import Started
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState
+from dropforge.run.series import Progress
 from dropforge.run.spans import Span as TraceSpan
 from dropforge.run.spans import in_order
 from dropforge.run.summary import Served, Summary
@@ -401,12 +402,12 @@ def _points(events: Sequence[Progress], by: str, value: Callable[[Progress], flo
 
 
 def _without_lost_steps(progress: Sequence[Progress]) -> list[Progress]:
-    """The events in order, without the steps that a later attempt repeated: it resumed at a checkpoint before them."""
+    """The points in order, without the steps that a later attempt repeated: it resumed at a checkpoint before them."""
     kept: list[Progress] = []
-    for event in sorted(progress, key=lambda event: (event.time, event.attempt, event.sequence)):
-        while kept and kept[-1].attempt != event.attempt and kept[-1].step >= event.step:
+    for point in sorted(progress, key=lambda point: (point.time, point.attempt)):
+        while kept and kept[-1].attempt != point.attempt and kept[-1].step >= point.step:
             kept.pop()
-        kept.append(event)
+        kept.append(point)
     return kept
 
 

@@ -26,11 +26,11 @@ from dropforge.run.events import (
     Failed,
     JobEvent,
     Preempted,
-    Progress,
     Started,
     Succeeded,
     job_event_message,
 )
+from dropforge.run.series import Progress
 
 from .errors import JobError
 from .job import Job
@@ -77,7 +77,7 @@ class Reporter:
         self._send(Started(**self._base(), resumed_step=resumed_step, device=device))
 
     def progress(self, **fields: Any) -> None:
-        self._keep(Progress(**self._base(), **fields))
+        self._keep(Progress(attempt=self._job.attempt, time=datetime.now(UTC), **fields))
 
     def checkpointed(self, step: int, uri: str) -> None:
         self._send(Checkpointed(**self._base(), step=step, uri=uri))

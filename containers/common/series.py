@@ -7,8 +7,7 @@ from typing import Any
 
 from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
-from dropforge.run.events import Progress
-from dropforge.run.series import Series, read_series, series_object, write_series
+from dropforge.run.series import Progress, Series, read_series, series_object, write_series
 
 from .job import Job
 from .redactor import Redactor

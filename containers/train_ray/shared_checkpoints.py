@@ -82,8 +82,7 @@ class SharedCheckpoints:
 
     def read_notes(self, step: int) -> dict[str, Any]:
         """The notes of a step; {} if the attempt ended before it wrote them."""
-        document = self._read_notes(step)
-        return dict(document.get("notes", document))  # images from before 2026-11-24 wrote the notes alone
+        return dict(self._read_notes(step).get("notes", {}))
 
     def _read_notes(self, step: int) -> dict[str, Any]:
         """The notes of a step with the objects; {} if there are none, or if they have no proof."""

@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS wf_workflow (
     labels TEXT NOT NULL, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS wf_revision (
     workflow TEXT NOT NULL, revision TEXT NOT NULL, source TEXT NOT NULL, environment TEXT NOT NULL,
-    created REAL NOT NULL, service_account TEXT NOT NULL DEFAULT '', PRIMARY KEY (workflow, revision)) WITHOUT ROWID;
+    created REAL NOT NULL, service_account TEXT NOT NULL, PRIMARY KEY (workflow, revision)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wf_execution (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, workflow TEXT NOT NULL, revision TEXT NOT NULL,
     state TEXT NOT NULL, argument TEXT NOT NULL, result TEXT, error TEXT, labels TEXT NOT NULL,
@@ -57,9 +57,6 @@ class Store:
             for statement in SCHEMA.split(";"):
                 if statement.strip():
                     self._sql.execute(statement)
-            columns = {row[1] for row in self._sql.execute("PRAGMA table_info(wf_revision)")}
-            if "service_account" not in columns:  # a database of an older engine
-                self._sql.execute("ALTER TABLE wf_revision ADD COLUMN service_account TEXT NOT NULL DEFAULT ''")
 
     # Workflows
 

@@ -83,7 +83,7 @@ class Story:
 
     def ledger(self, name: str, state: str) -> None:
         self.entries = [*[entry for entry in self.entries if entry["name"] != name], {"name": name, "state": state}]
-        self.write("ledger.json", {"run": RUN, "entries": self.entries}, 1)
+        self.change(resources=self.entries)
 
     def attempt(self, number: int, error_class: str | None, seconds: float = 60.0) -> None:
         """Add an attempt, from its start to its teardown."""
@@ -238,8 +238,8 @@ def stuck() -> Story:
     story = Story()
     story.begin({"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}, 3000)
     for sequence, step in enumerate((3, 7, 7, 7)):
-        story.add("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
-        story.write(f"events/0001-{sequence:015d}-progress.json", None, 0)
+        story.add("told", after=150, run=RUN, attempt=1, sequence=sequence, type="checkpoint", step=step)
+        story.write(f"events/0001-{sequence:015d}-checkpoint.json", None, 0)
     story.add("tick", after=60)
     story.notice("stuck-a1")
     story.fail("stuck", exit_code=None)
@@ -721,7 +721,7 @@ def _delay(story: Story, index: int, seconds: float) -> None:
 def _rename(story: Story, old: str, new: str) -> None:
     """Rename a resource in all facts."""
     for fact in story.facts:
-        for data in (fact.data, *(fact.data.get("content") or {}).get("entries", [])):
+        for data in (fact.data, *(fact.data.get("content") or {}).get("resources", [])):
             if data.get("name") == old:
                 data["name"] = new
 

@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 
 from dropforge.base import names
 from dropforge.run.events import JobEvent
-from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
-from dropforge.run.series import Series, series_object
+from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.run.series import Progress, Series, series_object
 from dropforge.run.store import RunStore
 from dropforge_cli.main import cli
 from dropforge_local.base.clock import SystemClock
@@ -136,11 +136,15 @@ class Deployed:
         name = names.event_object(event.run, event.attempt, event.sequence, event.type)
         self.store.put_new(name, event.model_dump_json().encode())
 
-    def series(self, series: Series) -> None:
-        self.store.write(series_object(series.run, series.attempt), series.encoded(""), 0, "application/gzip")
+    def series(self, run: str, *points: Progress) -> None:
+        """Put the series of an attempt with these points into the bucket."""
+        series = Series(run=run, attempt=points[0].attempt, began=CREATED, written=CREATED)
+        for point in points:
+            series.add(point)
+        self.store.replace(series_object(series.run, series.attempt), series.encoded(""))
 
     def ledger(self, run: str, *entries: LedgerEntry) -> None:
-        self.store.put_new(names.ledger_object(run), Ledger(run=run, entries=list(entries)).model_dump_json().encode())
+        self.store.update(run, lambda record: record.model_copy(update={"resources": list(entries)}))
 
 
 @pytest.fixture

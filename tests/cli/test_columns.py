@@ -156,7 +156,7 @@ def test_a_command_names_the_column_and_drops_nothing(
     deployed: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     if command == "validate":  # which reads data on a local stack only
-        stack = replace(connect(None), stack=StackInfo(0, 0, "", "", "", "", {}))
+        stack = replace(connect(None), stack=StackInfo(0, 0, "", "", "", "", {}, ""))
         monkeypatch.setattr("dropforge_cli.specs.find", lambda state: stack)
     uri = put("own.csv", csv_of("question,answer"))
     document = json.loads(EXAMPLE.read_text()) | {

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.figures import age, duration, number, usd
-from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Started, Succeeded
 from dropforge.run.record import Record, RunError, RunState
-from dropforge.run.series import Series
+from dropforge.run.series import Progress
 from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
 from dropforge_cli.display import joined
@@ -32,16 +32,9 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def progress(step: int, attempt: int = 1, total: int = 40) -> Progress:
     return Progress(
-        run=RUN, attempt=attempt, sequence=step + 1, time=CREATED + timedelta(seconds=step), step=step,
+        attempt=attempt, time=CREATED + timedelta(seconds=step), step=step,
         total_steps=total, loss=2.0 - step / 40, tokens_per_second=5210.4, eta_seconds=float(total - step),
     )  # fmt: skip
-
-
-def points(*progresses: Progress) -> Series:
-    series = Series(run=RUN, attempt=progresses[0].attempt, began=CREATED, written=CREATED)
-    for point in progresses:
-        series.add(point)
-    return series
 
 
 def event(kind: type[JobEvent], sequence: int, **fields: object) -> JobEvent:
@@ -59,34 +52,26 @@ def test_a_run_without_a_record_has_no_snapshot(deployed: Deployed) -> None:
 def test_the_last_point_of_the_present_attempts_series_is_the_progress(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
     follower = Follower(deployed.store, RUN)
-    deployed.series(points(progress(10), progress(20)))
+    deployed.series(RUN, progress(10), progress(20))
     first, second = follower.snapshot(), follower.snapshot()
     assert first is not None
     assert second is not None
-    assert [e.step for e in first.events if isinstance(e, Progress)] == [20]
-    assert first.progress == second.progress
-    assert second.events == []
+    assert first.progress == second.progress == progress(20)
     deployed.store.update(RUN, lambda r: r.model_copy(update={"attempts": [attempt(), attempt(2, ended=None)]}))
     third = follower.snapshot()
     assert third is not None
     assert third.progress is None
 
 
-def test_each_event_is_in_one_snapshot_and_of_progress_the_newest(deployed: Deployed) -> None:
+def test_each_event_is_in_one_snapshot(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
     follower = Follower(deployed.store, RUN)
-    for new in (event(Started, 1, device="cpu"), progress(10), progress(20)):
-        deployed.event(new)
+    begun, saved = event(Started, 1, device="cpu"), event(Checkpointed, 2, step=1, uri="gs://b/c")
+    deployed.event(begun)
     first, second = follower.snapshot(), follower.snapshot()
-    assert first is not None
-    assert second is not None
-    assert [e.type for e in first.events] == ["started", "progress"]
-    assert first.progress == second.progress == progress(20)
-    assert second.events == []
-    deployed.event(progress(30))
+    deployed.event(saved)
     third = follower.snapshot()
-    assert third is not None
-    assert third.events == [progress(30)]
+    assert [each.events for each in (first, second, third) if each] == [[begun], [], [saved]]
 
 
 def test_a_start_that_came_with_the_end_has_a_line_of_its_own(deployed: Deployed) -> None:
@@ -109,12 +94,12 @@ def test_a_start_that_came_with_the_end_has_a_line_of_its_own(deployed: Deployed
 
 def test_progress_of_an_earlier_attempt_is_not_shown(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(), attempt(2, ended=None)])
-    deployed.event(progress(39))
+    deployed.series(RUN, progress(39))
     follower = Follower(deployed.store, RUN)
     snapshot = follower.snapshot()
     assert snapshot is not None
     assert snapshot.progress is None
-    deployed.event(progress(5, attempt=2))
+    deployed.series(RUN, progress(5, attempt=2))
     snapshot = follower.snapshot()
     assert snapshot is not None
     assert snapshot.progress == progress(5, attempt=2)
@@ -186,7 +171,7 @@ def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:
     deployed.event(event(Started, 1, device="cpu"))
     show()
     for step in range(1, 41):
-        deployed.event(progress(step))
+        deployed.series(RUN, progress(step))
         show()
     deployed.event(event(Checkpointed, 50, step=40, uri="gs://b/c"))
     deployed.event(event(Succeeded, 51, manifest_uri="gs://b/m"))
@@ -367,8 +352,8 @@ def test_the_seconds_of_lines_never_decrease(deployed: Deployed) -> None:
     out = io.StringIO()
     display = LineDisplay(Console(file=out, width=120))
     record = deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
-    for new in (event(Checkpointed, 9, step=9, uri="gs://b/c"), progress(8)):  # the series came later
-        display.show(Snapshot(record, None, [new]))
+    display.show(Snapshot(record, None, [event(Checkpointed, 9, step=9, uri="gs://b/c")]))
+    display.show(Snapshot(record, progress(8)))  # the series came later
     seconds = [float(line.split()[0]) for line in out.getvalue().splitlines()]
     assert seconds == sorted(seconds)
     assert len(seconds) > 2

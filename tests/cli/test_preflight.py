@@ -359,7 +359,7 @@ def test_every_problem_of_a_spec_has_an_advice(
     deployed: Deployed, project: Project, pointer: str, message: str, stack: bool, mend: str
 ) -> None:
     connected = connect(None)
-    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {})
+    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {}, "")
     connected = replace(connected, stack=info if stack else None)
     job = read_spec(Path(spec()), policy_in_use(connected))
     advice = mends.of_problem(SpecProblem(pointer, message, "'hf:2'"), "my job.json", job, connected)
@@ -368,7 +368,7 @@ def test_every_problem_of_a_spec_has_an_advice(
 
 
 def test_a_source_of_the_examples_is_made_by_submit(deployed: Deployed, project: Project) -> None:
-    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {})
+    info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {}, "")
     connected = replace(connect(None), stack=info)
     job = read_spec(Path(spec(dataset={"source": "gs://local-data/text-to-sql.jsonl"})), policy_in_use(connected))
     problem = SpecProblem("/dataset/source", "the bucket does not exist", "gs://local-data")
@@ -451,12 +451,12 @@ def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:
 def test_the_permissions_of_the_deployment_s_accounts_are_checked(deployed: Deployed, project: Project) -> None:
     project.access = {
         "dropforge-provision@p.iam.gserviceaccount.com": "CANNOT_ACCESS",
-        "dropforge-notify@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
+        "dropforge-teardown@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
     }
     answers = wrong(answers_of(deployed, spec(), code=1))
     assert {(status, what) for status, what, _ in answers} == {
         ("failed", "account provision"),
-        ("not asked", "account notify"),
+        ("not asked", "account teardown"),
     }
     trainer = "//iam.googleapis.com/projects/p/serviceAccounts/dropforge-trainer@p.iam.gserviceaccount.com"
     assert ("dropforge-provision@p.iam.gserviceaccount.com", "iam.serviceAccounts.actAs", trainer) in project.troubled

@@ -12,8 +12,8 @@ from google.cloud import pubsub_v1
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
-from dropforge.run.events import Progress
 from dropforge.run.record import RunError, RunState
+from dropforge.run.series import Progress
 
 from ..deployments import clients
 from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry, served
@@ -94,12 +94,8 @@ def test_status_shows_the_whole_record(deployed: Deployed) -> None:
 
 def test_status_of_a_training_run_has_its_newest_progress(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
-    for step in (10, 20):
-        deployed.event(
-            Progress(
-                run=RUN, attempt=1, sequence=step, time=CREATED, step=step, total_steps=40, loss=1.5, eta_seconds=9
-            )
-        )
+    steps = [Progress(attempt=1, time=CREATED, step=n, total_steps=40, loss=1.5, eta_seconds=9) for n in (10, 20)]
+    deployed.series(RUN, *steps)
     output = deployed.run("status", RUN).output
     assert "step 20 of 40, loss 1.5, 9.0 s left" in output
     assert "step 10" not in output

@@ -63,7 +63,7 @@ def test_a_source_that_takes_minutes_says_so(
     for uri in (model, rows):
         monkeypatch.setitem(SOURCES, uri, lambda cache: Path("made"))
     monkeypatch.setattr(sources, "make_secrets", lambda spec, deployment: [])  # this project has no Secret Manager
-    stack = StackInfo(0, 0, "", "", "", "", {})
+    stack = StackInfo(0, 0, "", "", "", "", {}, "")
     prepare(JobSpec.model_validate_json(Path(spec(rows, model)).read_text()), replace(connect(None), stack=stack))
     told = capsys.readouterr().err.splitlines()
     assert f"makes {model}: trained once, in a minute" in told
@@ -75,7 +75,7 @@ def test_no_example_is_made_for_a_spec_that_lacks_something_else(
     deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SOURCES, "gs://local-data/tiny-gemma3", lambda cache: pytest.fail("this takes minutes"))
-    stack = StackInfo(0, 0, "", "", "", "", {})
+    stack = StackInfo(0, 0, "", "", "", "", {}, "")
     job = JobSpec.model_validate_json(
         Path(spec("gs://local-data/text-to-sq.jsonl", "gs://local-data/tiny-gemma3")).read_text()
     )

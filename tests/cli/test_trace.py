@@ -13,8 +13,8 @@ from rich.console import Console
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
-from dropforge.run.events import Progress
 from dropforge.run.record import Record, RunError, RunState
+from dropforge.run.series import Progress
 from dropforge.run.spans import spans_of
 from dropforge.tell.otlp import protobuf_of
 from dropforge_cli.trace import show
@@ -31,7 +31,7 @@ def started(deployed: Deployed, **changes: object) -> Record:
 
 def test_every_span_has_a_line_and_every_error_its_reason(deployed: Deployed) -> None:
     started(deployed)
-    deployed.event(Progress(run=RUN, attempt=2, sequence=1, time=CREATED, step=1, total_steps=2))
+    deployed.series(RUN, Progress(attempt=2, time=CREATED, step=1, total_steps=2))
     result = deployed.run("trace")
     assert result.exit_code == 0, result.output
     assert f"trace {names.trace_id(RUN)}, from 2026-11-20 12:00:00 UTC\n" in result.output

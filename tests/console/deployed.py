@@ -16,9 +16,8 @@ from starlette.testclient import TestClient
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.run.artifacts import ArtifactFile, Manifest, Source
-from dropforge.run.events import Progress
 from dropforge.run.record import Record
-from dropforge.run.series import Series, write_series
+from dropforge.run.series import Progress, Series, write_series
 from dropforge_console.access import Access
 from dropforge_console.app import create_app
 from dropforge_console.pages import LogReader
@@ -84,13 +83,11 @@ class Deployed:
             yield client
 
 
-def points(run: str, began: datetime, steps: int, attempt: int = 1, loss: float = 2.0) -> list[Progress]:
+def points(began: datetime, steps: int, attempt: int = 1, loss: float = 2.0) -> list[Progress]:
     """The progress of a training of 40 s a step, whose held-out loss is measured at every fifth step."""
     return [
         Progress(
-            run=run,
             attempt=attempt,
-            sequence=step,
             time=began + timedelta(seconds=40 * step),
             step=step,
             total_steps=steps,

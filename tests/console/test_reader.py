@@ -9,9 +9,9 @@ import pytest
 from dropforge.base.clock import Clock
 from dropforge.base.names import event_object, record_object
 from dropforge.endpoints.store import EndpointStore
-from dropforge.run.events import Preempted, Progress, Started
+from dropforge.run.events import Preempted, Started
 from dropforge.run.record import About, Record, RunState, Transition
-from dropforge.run.series import Series, series_object, write_series
+from dropforge.run.series import Progress, Series, series_object, write_series
 from dropforge.run.store import RunStore, Versioned
 from dropforge_console.reader import Journal, Reader
 
@@ -30,7 +30,7 @@ class Trainer:
 
     def reach(self, step: int) -> None:
         number = self.series.attempt
-        self.series.add(Progress(run=RUN, attempt=number, sequence=step, time=NOW, step=step, total_steps=9))
+        self.series.add(Progress(attempt=number, time=NOW, step=step, total_steps=9))
         written = write_series(self._memory, "runs", self.series, "", self._generation)
         assert written is not None
         self._generation = written

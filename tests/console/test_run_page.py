@@ -12,7 +12,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.run.record import Attempt, LedgerEntry, ResourceState, RunError, RunState
-from dropforge.run.spans import in_order, read_reports, spans_of
+from dropforge.run.spans import in_order, read_steps, spans_of
 from dropforge.run.store import RunStore
 from dropforge_console import views
 
@@ -64,16 +64,16 @@ def deployed() -> Deployed:
     now = record((RunState.ACCEPTED, 0), (RunState.PROVISIONING, 1), (RunState.TRAINING, 9), attempts=tried(), run=RUN,
                  resources=[job])  # fmt: skip
     deployed.add(now, SPEC)
-    deployed.report(RUN, 2, points(RUN, at(10), 20, attempt=2))
+    deployed.report(RUN, 2, points(at(10), 20, attempt=2))
     earlier = {"created": at(-100), "attempts": [attempt(1, ended=at(-10), running=at(-50))]}
     deployed.add(record((RunState.TRAINING, -60), (RunState.SUCCEEDED, -10), run=OTHER, **earlier), SPEC)
-    deployed.report(OTHER, 1, points(OTHER, at(-40), 20, loss=3.0))
+    deployed.report(OTHER, 1, points(at(-40), 20, loss=3.0))
     return deployed
 
 
 def test_the_page_has_every_span_of_the_trace_that_is_sent(deployed: Deployed, tmp_path: Path) -> None:
     store = RunStore(deployed.storage, "runs")
-    sent = spans_of(store.record(RUN), read_reports(store, store.record(RUN)))
+    sent = spans_of(store.record(RUN), read_steps(store, store.record(RUN)))
     with deployed.opened(tmp_path) as client:
         page = client.get(f"/runs/{RUN}").text
     shown = re.findall(r'<th scope="row" class="d(\d)">([^<]*)', page)
@@ -119,7 +119,7 @@ def test_the_page_draws_what_the_training_uses_of_its_machine(deployed: Deployed
 
 
 def test_a_training_without_tokens_says_what_the_axis_lacks(deployed: Deployed, tmp_path: Path) -> None:
-    old = [point.model_copy(update={"tokens": None}) for point in points(RUN, at(10), 3, attempt=1)]
+    old = [point.model_copy(update={"tokens": None}) for point in points(at(10), 3, attempt=1)]
     deployed.report(RUN, 1, old)
     del deployed.storage.objects[f"models/{RUN}/series/attempt-2.json.gz"]
     with deployed.opened(tmp_path) as client:

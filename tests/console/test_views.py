@@ -10,8 +10,9 @@ import pytest
 
 from dropforge.base.errors import ErrorClass
 from dropforge.index import about
-from dropforge.run.events import Progress, Started
+from dropforge.run.events import Started
 from dropforge.run.record import Attempt, Queued, Record, RunError, RunState, Transition
+from dropforge.run.series import Progress
 from dropforge.run.summary import Summary
 from dropforge.spec import parse_spec
 from dropforge_console import views
@@ -56,7 +57,7 @@ def attempt(number: int = 1, **fields: object) -> Attempt:
 def progress(step: int, loss: float | None, number: int = 1, minutes: float | None = None) -> Progress:
     when = at(step if minutes is None else minutes)
     return Progress(
-        run="text-to-sql-0123456789ab", attempt=number, sequence=int(when.timestamp()), time=when, step=step,
+        attempt=number, time=when, step=step,
         total_steps=100, loss=loss,
     )  # fmt: skip
 

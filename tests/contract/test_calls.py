@@ -45,7 +45,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the fixture waits 
 
 # Permissions that no run of this test needs, and the case that needs them.
 NOT_STARTED = "needed when a pod does not start"
-OLDER = "needed by executions that began with a workflow from before 2026-11-24"
 KEYED = "needed when a spec with an endpoint that has a key comes by a message, or is submitted again"
 EXISTS_ALREADY = "needed when an earlier call has created the object and its answer was lost"
 # The local stack lacks these: the platform's own log, and the docker of a machine.
@@ -96,13 +95,6 @@ UNUSED = {
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
     Grant("inspect", "project", "run.jobs.get"): "needed when a job has no execution",
-    Grant("notify", "run_events_topic", "pubsub.topics.publish"): OLDER,
-    Grant("notify", "webhook_secrets", "secretmanager.versions.access"): OLDER,
-    Grant("notify", "readable_objects", "storage.objects.list"): OLDER,
-    Grant("notify", "traces", "serviceusage.services.use"): OLDER,
-    Grant("notify", "traces", "telemetry.traces.write"): OLDER,
-    Grant("notify", "run_objects", "storage.objects.create"): OLDER,
-    Grant("notify", "run_objects", "storage.objects.delete"): OLDER,
     **{Grant(account, "key_objects", "storage.objects.create"): FIRST for account in SUBMITTERS},
     **{Grant(account, "key_objects", "storage.objects.delete"): LATER for account in SUBMITTERS},
     Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
@@ -124,7 +116,7 @@ UNUSED = {
     },
     Grant("rollout", "tpus", "tpu.operations.list"): "needed for a machine that waits in no queue",
     Grant("rollout", "project", "monitoring.timeSeries.list"): "needed by a canary (tests/stack/test_canary.py)",
-    Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a run is older than the keys of runs",
+    Grant("rollout", "runs_bucket", "storage.objects.list"): "needed when a model has no manifest any more",
     **{
         Grant("preflight", "project", permission): "the local stack does not emulate it (tests/cli/test_preflight.py)"
         for permission in ("cloudquotas.quotas.get",)
@@ -216,7 +208,7 @@ def live(user: User) -> None:
     lost = [submitted_by_halves(user, function) for function in HALVES]
     for run in hanging:
         record = user.wait(run, "TRAINING")
-        again = {"run": run, "execution": record.execution, "attempt": 1}
+        again = {"run": run, "execution": record.execution, "attempt": 1, "callback_url": record.callback_url}
         assert call(user, "provision", again), "a second call, as if the first answer were lost"
         if run == hanging[-1]:
             clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()
@@ -316,7 +308,6 @@ def late_and_unknown(user: User) -> None:
     assert not call(user, "access", {"run": run, "proof": ""})
     assert not call(user, "ask", {"of": run})
     assert not call(user, "preflight", {"spec": {}})
-    assert not call(user, "notify", {"run": run, "execution": "e", "state": "FAILED"})
     assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})
 
 

@@ -23,11 +23,7 @@ STEPS: dict[str, Any] = {name: body for path in WORKFLOWS for name, body in yaml
 # `await` is a keyword of Python, so its module has another name: await_.
 WORDS = {
     path.stem.rstrip("_") for path in (FUNCTIONS / "dropforge" / "stages").iterdir() if not path.stem.startswith("__")
-}
-
-
-# Executions that began with a workflow from before 2026-11-24 call these functions; later workflows do not.
-OLDER = {"notify"}
+} | {"notify"}  # no function of its own: every stage notifies through the package tell
 # The containers of a run call this function.
 OF_CONTAINERS = {"access"}
 # The console calls these functions.
@@ -77,7 +73,7 @@ def test_every_entry_point_is_triggered_called_or_scheduled() -> None:
     assert entry_points()[: len(triggered)] == triggered
     assert entry_points()[-1:] == list(dict.fromkeys(scheduled))
     assert sorted(entry_points()) == sorted(
-        [*triggered, *called_functions(), *OLDER, *OF_CONTAINERS, *OF_THE_CONSOLE, *set(scheduled)]
+        [*triggered, *called_functions(), *OF_CONTAINERS, *OF_THE_CONSOLE, *set(scheduled)]
     )
 
 

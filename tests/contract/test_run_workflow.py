@@ -94,8 +94,7 @@ def _stage(arguments: Mapping[str, Any]) -> str:
     name, body = str(arguments["url"]).removeprefix(URL), _body(arguments)
     if name != "teardown":
         return name
-    assert body["ends"] is (body["outcome"] is not None)
-    return f"teardown {body['scope']}" + (f" {body['outcome']['state']}" if body["ends"] else "")
+    return f"teardown {body['scope']}" + (f" {body['outcome']['state']}" if body["outcome"] else "")
 
 
 def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -70,7 +70,6 @@ def test_the_functions_are_the_entry_points() -> None:
 def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     workflow = "".join(path.read_text() for path in sorted((ROOT / "workflows").glob("*.workflows.yaml")))
     called = re.findall(r"name: (\w+)\n\s+body:", workflow)
-    called.append("notify")  # executions of workflows from before 2026-11-24 call it
     triggers = {trigger.name.replace("-", "_"): trigger.function for trigger in stack.triggers()}
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggers.values(), "events"), "sweep": "scheduler"}
     expected |= {"access": "trainer", "ask": "console", "preflight": "console"}

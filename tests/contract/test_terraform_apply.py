@@ -280,7 +280,7 @@ def test_the_command_line_reads_its_settings(applied: Applied) -> None:
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
     called = {
-        "dropforge-run": {"provision", "inspect", "deploy", "notify", "teardown"},
+        "dropforge-run": {"provision", "inspect", "deploy", "teardown"},
         "dropforge-rollout": {"rollout"},
     }
     workflows = {workflow["name"]: workflow for workflow in applied["google_workflows_workflow"]}
@@ -520,7 +520,6 @@ RUN = "job-0123456789ab"
 CONTROL_PLANE = (
     f"runs/open/{RUN}",
     f"runs/{RUN}/record.json",
-    f"runs/{RUN}/ledger.json",
     f"runs/{RUN}/spec.json",
     f"runs/{RUN}/events/0001-000000000000001-failed.json",
     f"runs/{RUN}/machine/attempt-1/status.json",

@@ -40,18 +40,18 @@ TIME = "2026-01-01T00:00:00Z"
 BASE = {"run": RUN, "attempt": 1, "sequence": 1, "time": TIME}
 EVENTS = [
     {**BASE, "type": "started", "resumed_step": 0, "device": "cpu"},
-    {**BASE, "type": "progress", "step": 1, "total_steps": 2, "loss": 1.0},
     {**BASE, "type": "checkpoint", "step": 1, "uri": "gs://b/checkpoints/x"},
     {**BASE, "type": "succeeded", "manifest_uri": "gs://b/models/x/MANIFEST.json", "metrics": {"loss": 0.1}},
     {**BASE, "type": "failed", "error_class": "code", "message": "m", "hint": ""},
     {**BASE, "type": "preempted", "step": 1},
     {**BASE, "type": "preempted", "step": 1, "started": {"sequence": 0, "time": TIME, "resumed_step": 0, "device": ""}},
 ]
-CALL = {**BASE, "execution": "e-1", "callback_url": "http://127.0.0.1:1/", "state": "FAILED", "scope": "run"}
-CALL |= {"keep_endpoint": False, "error": {"error_class": "code", "message": "m", "hint": ""}}
+CALL = {**BASE, "execution": "e-1", "callback_url": "http://127.0.0.1:1/", "scope": "run"}
+ERROR = {"error_class": "code", "message": "m", "hint": ""}
+CALL |= {"keep_endpoint": False, "outcome": {"state": "FAILED", "error": ERROR}}
 UPLOAD = {"bucket": SPECS, "name": "specs/absent.json", "generation": "1", "size": "2"}
 REQUESTED = [{"cancel": RUN}, {"spec_uri": f"gs://{SPECS}/specs/absent.json"}, {"spec_uri": "gs://other/x.json"}]
-STAGES = ("provision", "inspect", "deploy", "notify", "teardown")
+STAGES = ("provision", "inspect", "deploy", "teardown")
 ODD: list[Any] = [None, True, [], {}, [[]], {"a": []}, *ODD_TEXT, *ODD_NUMBERS]
 LIFE_INPUTS = 200  # then another simulated cloud: the first one remembers everything
 

@@ -22,10 +22,11 @@ from .documents import mutated, odd_values
 
 QUIET = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 EVENTS = ["on_spec_uploaded", "on_spec_message", "on_job_event"]
-STAGES = ["provision", "inspect", "deploy", "notify", "teardown"]
+STAGES = ["provision", "inspect", "deploy", "teardown"]
 NOBODY = "nobody-0123456789ab"
-REQUEST = {"run": NOBODY, "execution": "e-1", "attempt": 1, "callback_url": "http://127.0.0.1:1/", "state": "FAILED"}
-REQUEST |= {"scope": "run", "keep_endpoint": False, "error": {"error_class": "code", "message": "m", "hint": ""}}
+REQUEST = {"run": NOBODY, "execution": "e-1", "attempt": 1, "callback_url": "http://127.0.0.1:1/", "scope": "run"}
+ERROR = {"error_class": "code", "message": "m", "hint": ""}
+REQUEST |= {"keep_endpoint": False, "outcome": {"state": "FAILED", "error": ERROR}}
 MESSAGE = {"message": {"data": "e30=", "messageId": "1", "attributes": {"idempotency_key": "k"}}, "subscription": "s"}
 UPLOAD = {"bucket": RUNS, "name": "specs/a.json", "generation": "1", "size": "2"}
 ODD_HEADERS = [
@@ -89,8 +90,8 @@ def test_a_malformed_message_is_acknowledged(app: App, name: str, body: Any) -> 
 @given(data=st.data())
 def test_no_job_event_makes_a_function_fail_or_ends_a_run(app: App, run: str, data: st.DataObject) -> None:
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
-    progress = {"type": "progress", "step": 1, "total_steps": 2, "loss": 1.0}
-    more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, progress]
+    saved = {"type": "checkpoint", "step": 1, "uri": "gs://b/c"}
+    more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, saved]
     body = data.draw(mutated([{**event, **fields} for fields in more]))
     before = app.store.record(run)
     content = json.dumps(body).encode()

@@ -85,12 +85,6 @@ def test_an_identity_token_is_valid_for_an_hour(age: int, known: bool) -> None:
     assert IDENTITY.is_known(bearer(token)) is known
 
 
-def test_an_older_identity_keeps_its_access_tokens() -> None:
-    """A state directory of an older stack has only a secret; running containers hold tokens that it signed."""
-    token = Identity("secret").token("OAuth2", CLOUD_PLATFORM, "trainer")
-    assert Identity(new_identity("secret")).claims(bearer(token)) == Claims("OAuth2", CLOUD_PLATFORM, "trainer")
-
-
 def test_a_token_that_was_valid_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     identity = Identity(TEXT)
     token = identity.token("OIDC", URL)

@@ -24,9 +24,9 @@ from dropforge.money import (
 )
 from dropforge.platforms import get_target
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Progress, Started
+from dropforge.run.events import Started
 from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
-from dropforge.run.series import Kept, Series
+from dropforge.run.series import Kept, Progress, Series
 from dropforge.run.store import RunStore, Versioned
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.stages.admission import budget_problems
@@ -318,7 +318,7 @@ def test_of_a_series_the_time_counts_at_which_the_highest_step_was_reached() -> 
         series = Series(run=RUN, attempt=1, began=ahead - timedelta(minutes=minutes), written=ahead)
         for ago in (minutes, 40, 0):
             time = ahead - timedelta(minutes=ago)
-            series.add(Progress(run=RUN, attempt=1, sequence=1, time=time, step=7, total_steps=9))
+            series.add(Progress(attempt=1, time=time, step=7, total_steps=9))
         heard = Heard(series=Kept(series, 1, now))
         problem = _stuck(context, record(""), spec({}), RUNNING, heard)
         assert (problem is not None) is stuck
@@ -326,7 +326,7 @@ def test_of_a_series_the_time_counts_at_which_the_highest_step_was_reached() -> 
 
 
 class Events:
-    """A store that holds progress events by name and counts the reads."""
+    """A store that holds the events of checkpoints by name and counts the reads."""
 
     def __init__(self, steps: dict[str, int]) -> None:
         self.steps = steps
@@ -334,7 +334,7 @@ class Events:
 
     def read(self, name: str) -> Versioned:
         self.reads += 1
-        event = {"type": "progress", "run": RUN, "attempt": 1, "sequence": 1, "time": NOW.isoformat(), "total_steps": 9}
+        event = {"type": "checkpoint", "run": RUN, "attempt": 1, "sequence": 1, "time": NOW.isoformat(), "uri": "u"}
         return Versioned(json.dumps({**event, "step": self.steps[name]}).encode(), 1)
 
 

@@ -17,10 +17,6 @@ from dropforge.run.record import (
     RunState,
     Transition,
 )
-from dropforge.run.store import RunStore
-from dropforge_local.chaos.faults import Strike
-from dropforge_local.chaos.storage import Storage
-from dropforge_local.chaos.world import World
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -168,13 +164,3 @@ def test_the_ledger_keeps_one_entry_per_resource() -> None:
 def test_an_entry_is_of_the_endpoint_if_it_was_created_or_kept_for_it(name: str, kept: bool, expected: bool) -> None:
     entry = LedgerEntry(kind="k", name=f"x/{name}", attempt=1, state=ResourceState.CREATED, intended=NOW, kept=kept)
     assert entry.is_endpoint("r") is expected
-
-
-def test_an_unneeded_entry_is_still_inspected() -> None:
-    """Another call may have created the resource of the same entry, so this call must not mark it as gone."""
-    store = RunStore(Storage(World(0, Strike(0, "")), ("runs",)), "runs")
-    failed_run = record(RunState.FAILED)
-    assert store.create(failed_run)
-    assert not store.intend_all(failed_run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
-    assert [entry.state for entry in store.ledger(failed_run.run).remaining()] == [ResourceState.INTENDED]
-    assert list(store.marks().runs) == [failed_run.run]

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import ErrorClass
-from dropforge.run.events import Progress
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Parity, Record, ResourceState, RunError, RunState
 from dropforge.run.record import Transition as Entered
-from dropforge.run.series import Series, series_object
-from dropforge.run.spans import ROOT, Reports, Span, read_reports, spans_of
+from dropforge.run.series import Progress, Series, series_object
+from dropforge.run.spans import ROOT, Span, Steps, read_steps, spans_of
 from dropforge.run.store import RunStore
 
 from ..deployments import Memory
@@ -60,8 +59,8 @@ def test_a_served_run_with_a_second_attempt() -> None:
         parity=Parity(state="sealed", rows=32, tokens=433),
         endpoint=Endpoint(url="https://x.run.app", model="m", service="s", region="r", ready=at(70), expires=at(99)),
     )
-    reports = {2: Reports(at(24), (at(25), at(55)))}
-    spans = {span.path.removeprefix("run/"): span for span in spans_of(served, reports)}
+    steps = {2: Steps(at(25), at(55))}
+    spans = {span.path.removeprefix("run/"): span for span in spans_of(served, steps)}
     minutes = {
         path: (span.name, *(None if t is None else (t - NOW).total_seconds() / 60 for t in (span.began, span.ended)))
         for path, span in spans.items()
@@ -93,7 +92,7 @@ def test_a_served_run_with_a_second_attempt() -> None:
 def test_a_training_that_continues_has_no_end_and_does_not_finish_yet() -> None:
     running = attempt(1, started=at(1), running=at(2))
     open_run = record((RunState.ACCEPTED, 0), (RunState.PROVISIONING, 1), (RunState.TRAINING, 2), attempts=[running])
-    spans = {span.path: span for span in spans_of(open_run, {1: Reports(at(3), (at(4), at(9)))})}
+    spans = {span.path: span for span in spans_of(open_run, {1: Steps(at(4), at(9))})}
     assert [path for path, span in spans.items() if span.ended is None] == [
         "run",
         "run/2-training",
@@ -142,7 +141,7 @@ def test_a_rejected_spec_is_an_error_without_duration() -> None:
 
 @given(
     gaps=st.lists(st.floats(0, 1e6), min_size=6, max_size=6),
-    moments=st.lists(st.floats(-1e6, 2e6), min_size=5, max_size=5),
+    moments=st.lists(st.floats(-1e6, 2e6), min_size=4, max_size=4),
     is_over=st.booleans(),
 )
 def test_states_and_phases_have_no_gap_whatever_the_clocks_say(
@@ -152,36 +151,21 @@ def test_states_and_phases_have_no_gap_whatever_the_clocks_say(
     times = list(itertools.accumulate(gaps))
     states = list(zip([*STATES[1:], RunState.SUCCEEDED][: 5 if is_over else 4], times, strict=False))
     ended = at(times[2]) if is_over else None
-    launched, running, first, progress, last = map(at, moments)
+    launched, running, first, last = map(at, moments)
     trained = attempt(1, started=at(times[0]), launched=launched, running=running, ended=ended)
-    reports = {1: Reports(first, (min(progress, last), max(progress, last)))}
+    steps = {1: Steps(min(first, last), max(first, last))}
     ran = record((RunState.ACCEPTED, 0), *states, attempts=[trained])
-    spans = spans_of(ran, reports)
+    spans = spans_of(ran, steps)
     root, found = spans[0], {span.path: span for span in spans}
     check_without_gap([s for s in spans if s.path.removeprefix("run/")[0].isdigit()], root)
     check_without_gap([s for s in spans if s.parent == "run/attempt-1"], found["run/attempt-1"])
     assert all(span.seconds(at(1e7)) >= 0 for span in spans)
-    assert spans == spans_of(ran, reports)
+    assert spans == spans_of(ran, steps)
 
 
 def check_without_gap(parts: list[Span], whole: Span) -> None:
     assert (parts[0].began, parts[-1].ended) == (whole.began, whole.ended)
     assert all(one.ended == other.began for one, other in itertools.pairwise(parts))
-
-
-def test_reports_are_read_from_one_listing_and_strange_objects_are_none() -> None:
-    """The progress events are those of images from before 2026-11-24."""
-    store = RunStore(Memory(), "runs")
-    for number, sequence, kind in [(1, 5, "progress"), (1, 1, "started"), (2, 3, "succeeded"), (1, 9, "progress")]:
-        store.put_new(names.event_object(RUN, number, sequence, kind), b"{}")
-    store.put_new(f"{names.events_prefix(RUN)}x-progress.json", b"{}")
-    found = read_reports(
-        store, record((RunState.ACCEPTED, 0), attempts=[attempt(1, started=at(0)), attempt(2, started=at(1))])
-    )
-    assert set(found) == {1, 2}
-    assert found[2].progress is None
-    assert found[1].progress is not None
-    assert found[1].first <= found[1].progress[0] <= found[1].progress[1]
 
 
 @pytest.mark.parametrize(
@@ -191,15 +175,13 @@ def test_reports_are_read_from_one_listing_and_strange_objects_are_none() -> Non
 def test_phases_come_from_the_series_whatever_the_clock_of_the_trainer_says(first: datetime, last: datetime) -> None:
     store = RunStore(Memory(), "runs")
     series = Series(run=RUN, attempt=1, began=first, written=last)
-    series.add(Progress(run=RUN, attempt=1, sequence=1, time=first, step=1, total_steps=2))
-    series.add(Progress(run=RUN, attempt=1, sequence=2, time=first + timedelta(minutes=5), step=2, total_steps=2))
+    series.add(Progress(attempt=1, time=first, step=1, total_steps=2))
+    series.add(Progress(attempt=1, time=first + timedelta(minutes=5), step=2, total_steps=2))
     series.written = last
     store.put_new(series_object(RUN, 1), series.encoded("k" * 64))
     received = utc_now()
-    found = read_reports(store, record((RunState.ACCEPTED, 0), attempts=[attempt(1, started=at(0), running=at(1))]))
-    assert found[1].progress is not None
-    begun, ended = found[1].progress
-    assert begun == found[1].first
+    found = read_steps(store, record((RunState.ACCEPTED, 0), attempts=[attempt(1, started=at(0), running=at(1))]))
+    begun, ended = found[1]
     assert begun <= ended <= utc_now()
     assert last < first or begun <= received - (last - first) + timedelta(minutes=1)
 

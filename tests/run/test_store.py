@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import Conflict
 from dropforge.run.record import Record, ResourceState, RunState, Transition
@@ -63,12 +62,11 @@ class CountingStore(RunStore):
         return super()._write(*arguments, **options)
 
 
-def new_run(store: RunStore, *, old: bool = False) -> str:
-    """Return a new run; the ledger of an old run is an object beside its record."""
+def new_run(store: RunStore) -> str:
     run, now = f"store-{next(_numbers):012x}", utc_now()
     history = [Transition(state=RunState.ACCEPTED, time=now)]
     record = Record(run=run, name="store", source="gs://b/o#1", state=RunState.ACCEPTED, created=now, history=history)
-    assert store.create(record.model_copy(update={"resources": None if old else []}))
+    assert store.create(record)
     return run
 
 
@@ -99,26 +97,11 @@ def test_a_change_by_another_process_is_not_overwritten(process: Callable[[], Co
     assert [entry.name for entry in second.ledger(run).remaining()] == ["two"]
 
 
-def test_the_ledger_of_a_run_from_before_an_upgrade_stays_beside_its_record(
-    process: Callable[[], CountingStore],
-) -> None:
-    store = process()
-    run = new_run(store, old=True)
-    store.intend(run, "kind", "resource", 1)
-    assert store.intend_all(store.record(run), [("kind", "two")], 1, lambda _: True)
-    store.note(run, ["resource"], ResourceState.GONE)
-    assert store.record(run).resources is None
-    assert [entry.name for entry in process().ledger(run).remaining()] == ["two"]
-    assert set(store.names(f"runs/{run}/")) == {names.ledger_object(run), names.record_object(run)}
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_call_that_is_not_wanted_any_more_creates_nothing(process: Callable[[], CountingStore], old: bool) -> None:
+def test_a_call_that_is_not_wanted_any_more_creates_nothing(process: Callable[[], CountingStore]) -> None:
     store, resources = process(), [("kind", "resource")]
-    run = new_run(store, old=old)
+    run = new_run(store)
     assert not store.intend_all(store.record(run), resources, 1, lambda _: False)
-    # Beside the record, another call may have created the resource on the strength of the entry, which stays.
-    assert [entry.name for entry in store.ledger(run).remaining()] == (["resource"] if old else [])
+    assert store.ledger(run).remaining() == []
 
 
 def test_an_intent_that_the_record_has_costs_no_request(process: Callable[[], CountingStore]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dropforge.base import names
-from dropforge.run.record import Ledger, Record
+from dropforge.run.record import Record
 from dropforge_local.chaos.cloud import OPERATIONS, REQUESTS, RUNS, Cloud
 from dropforge_local.chaos.faults import Strike
 from dropforge_local.chaos.scheduler import START
@@ -119,14 +119,12 @@ def simulate(life: Life) -> Told:
 def told(run: str, objects: Mapping[str, bytes], events: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> Told:
     """The history that a run's objects, run events and notices give."""
     record = Record.model_validate_json(objects[names.record_object(run)])
-    stored = objects.get(names.ledger_object(run))
-    ledger = Ledger.model_validate_json(stored).entries if stored else []
     return Told(
         [transition.state.value for transition in record.history],
         [(each.placement, each.region, each.error.error_class if each.error else "") for each in record.attempts],
         record.error.error_class if record.error else "",
         "" if record.endpoint is None else "ended" if record.endpoint.ended else "serves",
-        sorted((each.attempt, _place(each.name, run), each.state.value) for each in ledger),
+        sorted((each.attempt, _place(each.name, run), each.state.value) for each in record.resources),
         [str(event["state"]) for event in events],
         [next((word for word in NOTICES if text.split(" ")[-1].startswith(word)), text) for text in texts],
         sorted(_objects(record, objects)),

@@ -23,9 +23,8 @@ from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import usd
 from dropforge.plan import make_plan
-from dropforge.run.events import Progress
 from dropforge.run.record import RunState
-from dropforge.run.series import Series, write_series
+from dropforge.run.series import Progress, Series, write_series
 from dropforge.spec import parse_spec
 
 from . import axe
@@ -117,7 +116,7 @@ def watch_the_curve(page: Page, user: User, run: str) -> None:
     generation: int | None = 0
     for step in (1, 2):
         fields = {"loss": 2.0 / step, "held_out_loss": 2.1 / step, "tokens": 800 * step}
-        series.add(Progress(run=run, attempt=1, sequence=step, time=utc_now(), step=step, total_steps=4, **fields))
+        series.add(Progress(attempt=1, time=utc_now(), step=step, total_steps=4, **fields))
         generation = write_series(user.store.bucket.client, user.settings.runs_bucket, series, "", generation or 0)
         page.get_by_text(re.compile(rf"^{step} of 4 steps")).wait_for()
         assert f"{25 * step} %" in page.title()

@@ -15,9 +15,9 @@ from dropforge.run.record import RunState
 from dropforge.stages.looks import LONGEST_SECONDS
 
 from ..deployments import clients
-from ..stage_calls import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
+from ..stage_calls import cancel, cancel_deleted, deploy, inspect, provision, teardown
 from .conftest import User
-from .test_crash_windows import ME, URL, accepted, end, eventually, launched
+from .test_crash_windows import ME, SUCCESS, URL, accepted, end, eventually, launched
 from .test_runs import assert_clean, deliver, deliver_upload, run_events, states
 
 Part = dict[str, Any]
@@ -139,7 +139,7 @@ def test_a_cancel_between_two_stages_wins_in_the_next_stage(user: User) -> None:
     for answer in (provision(run, ME, 1), provision(run, ME, 2), inspect(run, ME, 1, URL), deploy(run, ME)):
         assert answer["status"] == "CANCELLED"
     end(user, run)
-    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
+    assert user.store.record(run).state is RunState.CANCELLED
 
 
 def test_a_cancel_during_teardown_wins_over_an_unrecorded_success(user: User) -> None:
@@ -149,11 +149,9 @@ def test_a_cancel_during_teardown_wins_over_an_unrecorded_success(user: User) ->
     assert eventually(lambda: teardown(run, ME, "run", True)) == {"status": "GONE", "cancelled": False}
     assert len(user.resources(run)) == 1
     cancel(run)
-    assert notify(run, ME, RunState.SUCCEEDED, None)["status"] == "CANCELLED"
-    assert user.store.record(run).state is RunState.TEARING_DOWN
-    end(user, run)
-    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
+    assert eventually(lambda: teardown(run, ME, "run", True, SUCCESS)) == {"status": "ENDED", "state": "CANCELLED"}
     assert user.store.record(run).state is RunState.CANCELLED
+    assert_clean(user, run)
 
 
 def test_a_cancel_during_a_stockout_does_not_wait_for_the_capacity_pause(

@@ -23,7 +23,7 @@ from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
 from dropforge.platforms.training import Launch, Phase, Status, Waits
 from dropforge.run.proof import EVENT_NAME, proof
-from dropforge.run.record import Record, ResourceState, RunState, Transition
+from dropforge.run.record import Outcome, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages import submit
@@ -32,7 +32,6 @@ from ..deployments import clients
 from ..stage_calls import (
     deploy,
     inspect,
-    notify,
     provision,
     receive_job_event,
     submit_message,
@@ -44,6 +43,7 @@ from .conftest import User
 from .test_runs import assert_clean
 
 ME = "the-execution-of-this-test"
+SUCCESS, FAILED = Outcome(state=RunState.SUCCEEDED), Outcome(state=RunState.FAILED)
 URL = "http://127.0.0.1:1/callback"
 _numbers = itertools.count()
 
@@ -78,7 +78,7 @@ def eventually(stage: Any) -> dict[str, Any]:
 
 
 def end(user: User, run: str) -> None:
-    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
+    assert eventually(lambda: teardown(run, ME, "run", False, FAILED))["status"] == "ENDED"
     assert_clean(user, run)
 
 
@@ -132,7 +132,7 @@ def test_an_ambiguous_create_creates_one_job(user: User, faults: Any) -> None:
 
 def test_a_provision_after_teardown_creates_nothing(user: User) -> None:
     run = launched(user)
-    end(user, run)
+    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
     assert provision(run, ME, 1)["status"] == "FAILED"  # a takeover learns from this answer how the run ends
     assert_clean(user, run)
 
@@ -218,12 +218,12 @@ def test_teardown_does_not_wait_for_pubsub(user: User, monkeypatch: pytest.Monke
         raise NotFound("Resource not found (resource=dropforge-run-events).")
 
     monkeypatch.setattr(clients.publisher(), "publish", refuse)
-    end(user, run)
-    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "UNTOLD"
-    assert user.store.record(run).state is RunState.CANCELLED
+    user.until(lambda: teardown(run, ME, "run", False, FAILED) and user.store.record(run).state is RunState.FAILED)
+    assert teardown(run, ME, "run", False, FAILED)["status"] == "PENDING"
     monkeypatch.undo()
-    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
-    assert user.slack(run, "cancelled")
+    assert teardown(run, ME, "run", False, FAILED) == {"status": "ENDED", "state": "FAILED"}
+    assert user.slack(run, "failed")
+    assert_clean(user, run)
 
 
 def test_a_lost_reply_to_an_execution_start_starts_no_second_execution(
@@ -402,8 +402,7 @@ def test_the_sweep_deletes_expired_endpoints_regardless_of_the_ledger(
         run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
         assert eventually(lambda run=run: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
         assert eventually(lambda run=run: deploy(run, ME))["status"] == "READY"
-        assert eventually(lambda run=run: teardown(run, ME, "run", True))["status"] == "GONE"
-        notify(run, ME, RunState.SUCCEEDED, None)
+        assert eventually(lambda run=run: teardown(run, ME, "run", True, SUCCESS))["status"] == "ENDED"
         endpoint = user.store.record(run).endpoint
         assert endpoint
         services[run] = endpoint.service

@@ -139,7 +139,7 @@ def execute(run: str) -> None:
         outcome = call_until_final(deploy, run, ME)
     status = {"READY": "SUCCEEDED"}.get(outcome["status"], outcome["status"])
     error = RunError.model_validate(outcome["error"]) if outcome.get("error") else None
-    end = partial(teardown, outcome=Outcome(state=RunState(status), error=error), ends=True)
+    end = partial(teardown, outcome=Outcome(state=RunState(status), error=error))
     assert call_until_final(end, run, ME, "run", status == "SUCCEEDED") == {"status": "ENDED", "state": status}
 
 

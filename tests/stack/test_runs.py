@@ -116,7 +116,7 @@ class HandMadeWorkflow:
         if status == "SUPERSEDED":
             return
         outcome, is_kept = {"state": status, "error": None}, status == "SUCCEEDED"
-        self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome, ends=True)
+        self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome)
 
     def cancel(self) -> None:
         """Deliver a cancel until its function acknowledges it."""
@@ -165,18 +165,18 @@ def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str
 @pytest.mark.parametrize(
     ("caller", "function", "may"),
     [
-        ("workflow", "notify", True),
+        ("workflow", "teardown", True),
         ("workflow", "sweep", False),
-        ("events", "notify", False),
-        ("trainer", "notify", False),
+        ("events", "teardown", False),
+        ("trainer", "teardown", False),
         ("trainer", "on_job_event", False),
-        ("deploy", "notify", True),  # may call every Cloud Run service of the project (docs/security.md)
+        ("deploy", "teardown", True),  # may call every Cloud Run service of the project (docs/security.md)
     ],
 )
 def test_terraform_says_who_may_call_a_function(user: User, caller: str, function: str, may: bool) -> None:
     url = user.info.functions + function
     token = Identity((user.state / "identity").read_text()).token("OIDC", url, caller)
-    body = {"run": "unknown-0123456789ab", "execution": "e", "state": "FAILED"}
+    body = {"run": "unknown-0123456789ab", "execution": "e", "scope": "run", "keep_endpoint": False}
     answer = requests.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=60)
     assert (answer.status_code != 403) is may, answer.text
 

@@ -175,5 +175,5 @@ class Stack:
             for prefix in (f"runs/{run}/", names.open_object(run), names.KEYS_PREFIX)
             for name in self.user.store.names(prefix)
         ]
-        read = {names.record_object(run), names.ledger_object(run)}
-        return {name: self.user.store.read(name).data if name in read else b"" for name in found}
+        record = names.record_object(run)
+        return {name: self.user.store.read(name).data if name == record else b"" for name in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import datetime
 from typing import Any
 
 import flask
@@ -11,7 +12,8 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound
-from dropforge.run.proof import ACCESS_NAME, proof
+from dropforge.run.proof import ACCESS_NAME, key_of_run, proof
+from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge.stages.access import access, boundary
 from dropforge_local.iam.boundary import Boundary
@@ -21,8 +23,9 @@ from ..deployments import Memory, context_with, settings_with
 from .test_ceiling import document
 
 SETTINGS = settings_with(runs_bucket="runs", trainer_service_account="trainer@p", server_service_account="server@p")
-RUN, OTHER, KEY = "job-0123456789ab", "job-fedcba987654", "5" * 64
-KEYLESS = "job-00112233aabb"  # a run that an earlier version accepted
+RUN, OTHER = "job-0123456789ab", "job-fedcba987654"
+DAY, DAY_KEY = "2026-11-23", "5" * 64
+KEY = key_of_run(DAY_KEY, RUN)
 
 
 class Deployment:
@@ -33,14 +36,18 @@ class Deployment:
         self.context = context_with(SETTINGS, storage=self.storage)
         self.context.cloud.clients.bounded_token = self.token  # type: ignore[method-assign,assignment]
         spec = JobSpec.model_validate(document())
-        for run in (RUN, KEYLESS):
-            self.storage.blob(names.spec_object(run)).upload_from_string(
-                spec.model_dump_json(by_alias=True).encode(), if_generation_match=0
-            )
-        self.add_key(RUN)
+        self.put(names.spec_object(RUN), spec.model_dump_json(by_alias=True))
+        self.put(names.day_key_object(DAY), DAY_KEY)
+        self.accept(RUN)
 
-    def add_key(self, run: str) -> None:
-        self.storage.blob(names.key_object(run)).upload_from_string(KEY.encode(), if_generation_match=0)
+    def put(self, name: str, content: str) -> None:
+        self.storage.blob(name).upload_from_string(content.encode(), if_generation_match=0)
+
+    def accept(self, run: str) -> None:
+        time = datetime.fromisoformat(f"{DAY}T12:00:00Z")
+        history = [Transition(state=RunState.ACCEPTED, time=time)]
+        record = Record(run=run, name="job", source="s", state=RunState.ACCEPTED, created=time, history=history)
+        assert self.context.store.create(record)
 
     def token(self, boundary: dict[str, Any]) -> tuple[str, int]:
         self.boundaries.append(boundary)
@@ -87,7 +94,6 @@ def test_the_answer_has_no_more_than_the_token_reaches() -> None:
         (RUN, "\ud800"),
         (OTHER, proof(KEY, ACCESS_NAME, RUN.encode())),
         (OTHER, ""),
-        (KEYLESS, ""),
     ],
 )
 def test_nobody_else_does(deployment: Deployment, run: str, claimed: str) -> None:
@@ -99,8 +105,8 @@ def test_nobody_else_does(deployment: Deployment, run: str, claimed: str) -> Non
 def test_asking_before_a_run_is_accepted_does_not_shut_it_out(deployment: Deployment) -> None:
     with pytest.raises(NotFound):
         access(deployment.context, OTHER, "", "trainer@p")
-    deployment.add_key(OTHER)
-    assert deployment.context.store.key(OTHER) == KEY
+    deployment.accept(OTHER)
+    assert deployment.context.store.key(OTHER) == key_of_run(DAY_KEY, OTHER)
 
 
 def test_only_the_trainer_may_write_the_model(deployment: Deployment) -> None:
@@ -124,7 +130,7 @@ SOURCE = "src-0123456789ab"  # the run whose model the spec names
         (f"machines/{RUN}/x", {READ, WRITE}, {READ, WRITE}),
         (names.spec_object(RUN), {READ}, set()),
         (names.record_object(RUN), {READ}, set()),
-        (names.key_object(RUN), set(), set()),
+        (names.day_key_object(DAY), set(), set()),
         (f"models/{SOURCE}/a", {READ}, set()),
         (f"models/{OTHER}/a", set(), set()),
         (f"machines/{OTHER}/x", set(), set()),

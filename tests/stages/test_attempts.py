@@ -175,6 +175,7 @@ def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(
     context = context_with(placeholders(), now, Platforms(target=lambda _: target), storage=Memory())
     monkeypatch.setattr(context.store, "update", update)
     monkeypatch.setattr(context.store, "spec", lambda run: job)
+    monkeypatch.setattr(context.store, "key", lambda run: "k")
     assert inspect(context, "r", "e", 1, "").status == ("CANCELLED" if cancelled else "FAILED")
     cancelled_run = versions[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
     assert cancelled_run.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)

@@ -23,10 +23,9 @@ from ..platforms.shared import environment
 MAIN = Path(__file__).resolve().parents[2] / "functions" / "main.py"
 RUN = {"run": "job-0123456789ab", "execution": "e-1"}
 STAGES: dict[str, dict[str, Any]] = {
-    "provision": {**RUN, "attempt": 1},
+    "provision": {**RUN, "attempt": 1, "callback_url": "http://127.0.0.1:1/"},
     "inspect": {**RUN, "attempt": 1, "callback_url": "http://127.0.0.1:1/"},
     "deploy": RUN,
-    "notify": {**RUN, "state": "FAILED"},
     "teardown": {**RUN, "scope": "run", "keep_endpoint": False},
 }
 HEADERS = {

@@ -75,28 +75,8 @@ def test_the_proof_of_one_event_is_not_that_of_another(memory: Memory, store: Ru
     assert kept(store, run) == 0
 
 
-def test_the_events_of_a_run_that_has_no_key_are_kept(memory: Memory, store: RunStore) -> None:
-    """The run was accepted before there were keys, so its container proves nothing."""
-    run = make_run(store, SPEC)
-    store.update(run, lambda record: record.model_copy(update={"key_day": ""}))
-    receive(memory, Started(run=run, attempt=1, sequence=1, time=datetime.now(UTC)), "")
-    assert kept(store, run) == 1
-
-
-def test_a_run_from_before_the_keys_of_days_keeps_its_own_key(memory: Memory, store: RunStore) -> None:
-    run = make_run(store, SPEC)
-    store.update(run, lambda record: record.model_copy(update={"key_day": ""}))
-    store.put_new(names.key_object(run), b"5" * 64)
-    event = Started(run=run, attempt=1, sequence=1, time=datetime.now(UTC))
-    receive(memory, event, "")
-    assert kept(store, run) == 0
-    receive(memory, event, "5" * 64)
-    assert kept(store, run) == 1
-
-
 def test_without_the_key_of_the_day_nothing_is_proved(memory: Memory, store: RunStore) -> None:
-    """Somebody has deleted it. A run without a key believes every container; this run must not be taken for such a
-    run."""
+    """Somebody has deleted it."""
     run = make_run(store, SPEC)
     for name in [name for name in memory.objects if name.startswith(names.KEYS_PREFIX)]:
         del memory.objects[name]

@@ -22,7 +22,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.run.artifacts import MANIFEST, ArtifactFile, Manifest, Source, model_prefix
 from dropforge.run.proof import with_proof
-from dropforge.run.record import Parity
+from dropforge.run.record import Parity, Record, RunState, Transition
 from dropforge.run.seal import SEAL, Noise, Seal, SealedRow
 from dropforge.run.store import RunStore
 from dropforge.stages.deploy import deploy
@@ -145,8 +145,16 @@ def context(memory: Memory, step: timedelta = timedelta(0), **more: Any) -> Cont
 
 
 def bucket(run: str = RUN, key: str = "") -> Memory:
-    """A runs bucket with a committed model and its seal, proved with the run's key."""
+    """A runs bucket with a committed model and its seal, proved with the run's key; without `key`, of a new run."""
     memory, data = Memory(), seal().model_dump_json().encode()
+    if not key:
+        now = datetime.now(UTC)
+        history = [Transition(state=RunState.ACCEPTED, time=now)]
+        store = RunStore(memory, SETTINGS.runs_bucket)
+        assert store.create(
+            Record(run=run, name=MODEL, source="s", state=RunState.ACCEPTED, created=now, history=history)
+        )
+        key = store.key(run)
     file = ArtifactFile(path=f"attempt-1/{SEAL}", size=len(data), sha256=hashlib.sha256(data).hexdigest(), crc32c="")
     source = Source(uri="u", revision="r")
     manifest = Manifest(
@@ -243,7 +251,9 @@ def test_a_log_probability_that_cannot_be_is_a_difference(endpoint: Endpoint, od
 
 
 def test_a_model_without_a_seal_is_served_unsealed(endpoint: Endpoint) -> None:
-    parity, error = compare(context(Memory()), RUN, None, endpoint.url, MODEL)
+    memory = bucket()
+    del memory.objects[model_prefix(RUN) + MANIFEST]
+    parity, error = compare(context(memory), RUN, None, endpoint.url, MODEL)
     assert (parity.state, error) == ("unsealed", None)
     assert parity.reason
     assert endpoint.asked == []

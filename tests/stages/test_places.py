@@ -13,16 +13,16 @@ from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.context import Context
 from dropforge.run.places import Places
-from dropforge.run.record import Record, RunError, RunState, Transition
+from dropforge.run.record import Outcome, Record, RunError, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import parse_spec
 from dropforge.stages.answers import Pending
 from dropforge.stages.cancel import cancel
 from dropforge.stages.ceiling import policy_problems
 from dropforge.stages.looks import LONGEST_TURN_SECONDS, SHORTEST_TURN_SECONDS
-from dropforge.stages.notify import notify
 from dropforge.stages.places import OBJECT, repair, wait_for_place
 from dropforge.stages.provision import provision
+from dropforge.stages.teardown import teardown
 
 from ..deployments import Memory, context_with, settings_with
 from .test_ceiling import document, policy_with, spec_with
@@ -68,9 +68,8 @@ class Deployment:
 
     def end(self, run: str) -> None:
         """End a run as the workflow does."""
-        store, error = self.context.store, RunError(error_class=ErrorClass.CODE, message="it failed")
-        store.update(run, lambda record: record.entered(RunState.TEARING_DOWN, self.now))
-        assert notify(self.context, run, f"execution of {run}", RunState.FAILED, error).status == "NOTIFIED"
+        failed = Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.CODE, message="it failed"))
+        assert teardown(self.context, run, f"execution of {run}", "run", False, failed).status == "ENDED"
 
     def holding(self) -> list[str]:
         return [entry.run for entry in self.places().holding]

@@ -37,7 +37,6 @@ from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.cancel import cancel
 from dropforge.stages.completion import completion_problem
 from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
 from dropforge.stages.provision import provision
 from dropforge.stages.submit import read_spec
 from dropforge.stages.sweep.orphans import Orphan, delete_orphans, list_all
@@ -125,7 +124,7 @@ class Place:
         history = [Transition(state=state, time=NOW - MINUTE)]
         own = {"attempts": [attempt], "execution": ME, "history": history, "created": NOW - MINUTE, **fields}
         self.store.put_new(names.spec_object(RUN), json.dumps({**SPEC, **(spec or {})}).encode())
-        self.store.create(Record(run=RUN, name="demo", source="test", state=state, **own))
+        self.store.create(self.store.with_key(Record(run=RUN, name="demo", source="test", state=state, **own)))
 
     @property
     def record(self) -> Record:
@@ -202,20 +201,6 @@ def test_the_error_of_a_run_names_the_limit_that_ended_it(
     place = Place(RunState.PROVISIONING, spec=spec, attempts=[first], created=began, history=history)
     answer = provision(place.context, RUN, ME, 2).to_json()
     assert (answer["status"], answer["retry"], answer["error"]["error_class"]) == ("FAILED", False, error_class)
-
-
-def test_the_start_of_the_machine_is_noted_when_the_run_trains() -> None:
-    place = Place(RunState.PROVISIONING)
-    waited = NOW - MINUTE / 2
-    place.store.update(RUN, lambda record: record.with_waiting(1, waited))
-    assert notify(place.context, RUN, ME, RunState.TRAINING, None).status == "NOTIFIED"
-    assert place.record.attempts[-1].running == waited
-
-
-def test_a_state_that_cannot_follow_is_refused_without_an_error() -> None:
-    place = Place(RunState.TEARING_DOWN)
-    assert notify(place.context, RUN, ME, RunState.TRAINING, None).status == "SUPERSEDED"
-    assert place.record.state is RunState.TEARING_DOWN
 
 
 def test_a_look_notes_the_callback_of_the_execution_that_looks() -> None:
@@ -362,19 +347,6 @@ def test_only_a_completion_proves_that_an_endpoint_answers(status: int, body: An
     assert (completion_problem(cloud_with(endpoint=session), "http://endpoint", "demo") == "") is answers
 
 
-def test_only_the_owner_of_a_run_ends_it() -> None:
-    place = Place(RunState.TEARING_DOWN)
-    assert notify(place.context, RUN, "another execution", RunState.FAILED, None).status == "SUPERSEDED"
-    assert (place.record.state, place.events) == (RunState.TEARING_DOWN, [])
-
-
-def test_a_cancel_wins_over_a_success_that_is_not_written_yet() -> None:
-    place = Place(RunState.TEARING_DOWN, cancel_requested=NOW)
-    assert notify(place.context, RUN, ME, RunState.SUCCEEDED, None).status == "CANCELLED"
-    assert notify(place.context, RUN, ME, RunState.CANCELLED, None).status == "NOTIFIED"
-    assert [entered.state for entered in place.record.history] == [RunState.TEARING_DOWN, RunState.CANCELLED]
-
-
 def elsewhere(place: Place) -> RunStore:
     """The runs bucket for another process: what it writes, the process of `place` does not know yet."""
     return RunStore(place.store.bucket.client, SETTINGS.runs_bucket)
@@ -401,7 +373,7 @@ def test_a_run_that_ends_with_its_training_begins_its_teardown_in_the_same_write
     assert [event["state"] for event in trained.events] == ["TRAINING"]
     assert looked(trained) == "SUCCEEDED"  # the answer was lost
     success = Outcome(state=RunState.SUCCEEDED)
-    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success).status == "ENDED"
     assert [event["state"] for event in trained.events] == ["TRAINING", "TEARING_DOWN", "SUCCEEDED"]
 
 
@@ -410,7 +382,7 @@ def test_a_cancel_that_inspect_has_not_seen_wins_over_the_success(trained: Place
     assert looked(trained) in ("SUCCEEDED", "CANCELLED")
     assert (trained.record.state, trained.record.outcome) == (RunState.TRAINING, None)
     success = Outcome(state=RunState.SUCCEEDED)
-    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success, ends=True).status == "ENDED"
+    assert teardown(trained.context, RUN, ME, "run", keep_endpoint=True, outcome=success).status == "ENDED"
     assert trained.record.state is RunState.CANCELLED
 
 
@@ -448,7 +420,7 @@ def test_a_teardown_by_an_old_record_ends_no_run_of_another_execution() -> None:
 
 
 def torn_down(place: Place) -> str:
-    return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED, ends=True).status
+    return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED).status
 
 
 def with_job(place: Place) -> Place:
@@ -486,10 +458,9 @@ def test_a_short_teardown_is_announced_with_its_end() -> None:
 
 
 def test_the_record_of_a_failed_run_says_why_and_its_end_is_told() -> None:
-    place = Place(RunState.TEARING_DOWN)
-    error = RunError(error_class=ErrorClass.DATA, message="3 rows")
-    assert notify(place.context, RUN, ME, RunState.FAILED, error).status == "NOTIFIED"
-    assert (place.record.state, place.record.error) == (RunState.FAILED, error)
+    place = Place(RunState.TEARING_DOWN, callback_url="http://callback")
+    assert torn_down(place) == "ENDED"
+    assert (place.record.state, place.record.error, place.record.callback_url) == (RunState.FAILED, FAILED.error, None)
     assert [event["state"] for event in place.events] == ["TEARING_DOWN", "FAILED"]
     assert json.loads(place.store.read(names.report_object(RUN)).data)["state"] == "FAILED"
 

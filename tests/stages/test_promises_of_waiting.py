@@ -18,7 +18,7 @@ from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Failed, Request, Started
 from dropforge.run.proof import EVENT_NAME, proof
-from dropforge.run.record import Attempt, LedgerEntry, Outcome, Record, ResourceState, RunError, RunState, Transition
+from dropforge.run.record import Attempt, Outcome, Record, ResourceState, RunError, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages import deploy as deploying_stage
@@ -314,10 +314,9 @@ def test_an_attempt_whose_start_and_end_came_together_has_trained(status: Status
     assert [entry.state for entry in place.store.ledger(RUN).entries] == [ResourceState.CREATED]
 
 
-@pytest.mark.parametrize("resources", [None, []], ids=["ledger beside the record", "ledger in the record"])
-def test_a_call_that_was_suspended_past_the_deployment_creates_nothing(resources: list[LedgerEntry] | None) -> None:
+def test_a_call_that_was_suspended_past_the_deployment_creates_nothing() -> None:
     """Between its read of the record and its entry in the ledger, the run was torn down."""
-    place = Place(RunState.TRAINING, resources=resources)
+    place = Place(RunState.TRAINING)
     intend_all = place.store.intend_all
 
     def late(*arguments: Any) -> bool:
@@ -610,13 +609,13 @@ def test_a_sweep_tells_an_untold_end_once(
 ) -> None:
     told: list[str] = []
 
-    def note(_: Any, run: str, execution: str, ended: str, error: Any) -> Any:
-        told.append(ended)
-        return SimpleNamespace(status="NOTIFIED")
+    def note(_: Any, record: Record) -> bool:
+        told.append(record.state)
+        return True
 
     monkeypatch.setattr(lost_work, "state_of", lambda *_: "FAILED")
     monkeypatch.setattr(lost_work, "tell", lambda _, record: told.append(record.state))
-    monkeypatch.setattr(lost_work, "notify", note)
+    monkeypatch.setattr(lost_work, "finish", note)
     place = Place(state, execution=execution)
     for _ in range(2):
         assert lost_work._tell_end(place.context, place.record, frozenset())
@@ -721,7 +720,7 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
 
     place.platform.teardown = cancelled_meanwhile  # type: ignore[method-assign]
     outcome = Outcome(state=RunState.SUCCEEDED)
-    answer = teardown(place.context, RUN, ME, "run", True, outcome, ends=True)
+    answer = teardown(place.context, RUN, ME, "run", True, outcome)
     assert (answer.status, place.record.state) == ("ENDED", RunState.CANCELLED)
     assert place.platform.asked == [f"teardown {JOB}", f"teardown {live.service}"]
     assert place.record.endpoint is not None
@@ -776,7 +775,7 @@ FAILED = Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.CO
 def test_an_execution_that_owns_no_run_deletes_nothing_and_ends_nothing() -> None:
     place = Place(RunState.TRAINING)
     place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
-    answer = teardown(place.context, RUN, "another", "run", False, FAILED, ends=True)
+    answer = teardown(place.context, RUN, "another", "run", False, FAILED)
     assert (answer.status, place.record.state, place.record.outcome) == ("SUPERSEDED", RunState.TRAINING, None)
     assert place.platform.asked == []
 
@@ -791,7 +790,7 @@ def test_an_execution_that_lost_the_run_while_it_deleted_does_not_end_it() -> No
         return delete(cloud, kind, name)
 
     place.platform.teardown = taken_over_meanwhile  # type: ignore[method-assign]
-    answer = teardown(place.context, RUN, ME, "run", False, FAILED, ends=True)
+    answer = teardown(place.context, RUN, ME, "run", False, FAILED)
     assert (answer.status, place.record.state) == ("SUPERSEDED", RunState.TEARING_DOWN)
 
 
@@ -801,7 +800,7 @@ def test_the_outcome_that_was_decided_first_stays_until_the_end() -> None:
     place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
     place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
     for outcome in (FAILED, Outcome(state=RunState.SUCCEEDED), None):
-        assert teardown(place.context, RUN, ME, "run", False, outcome, ends=True).status == "PENDING"
+        assert teardown(place.context, RUN, ME, "run", False, outcome).status == "PENDING"
         assert place.record.outcome == FAILED
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms.training import Waits
-from dropforge.run.record import Attempt, Record, RunState
+from dropforge.run.record import Attempt, RunState
 from dropforge.stages.provision import provision
-from dropforge.tell.run_events import announce
 
 from ..platforms.shared import ME
 from .test_promises import MINUTE, NOW, RUN, SETTINGS, Place
@@ -49,35 +48,6 @@ def test_an_attempt_that_has_succeeded_is_not_launched_again() -> None:
     """`inspect` reports the success again, so the run goes on."""
     place = Place(spec=DAY, attempts=[attempt(30, ended=NOW)])
     assert provision(place.context, RUN, ME, 1).status == "RUNNING"
-    assert place.platform.asked == []
-
-
-def _over(record: Record) -> Record:
-    return record.entered(RunState.TEARING_DOWN, NOW)
-
-
-def _ended(record: Record) -> Record:
-    return record.model_copy(update={"attempts": [record.attempts[-1].model_copy(update={"ended": NOW})]})
-
-
-def _next(record: Record) -> Record:
-    second = record.attempts[-1].model_copy(update={"number": 2})
-    return record.model_copy(update={"attempts": [*_ended(record).attempts, second]})
-
-
-@pytest.mark.parametrize("change", [_over, _ended, _next])
-def test_a_call_that_was_suspended_past_its_attempt_creates_nothing(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its record is of before 2026-11-24, whose ledger is another object: another call writes before the intents."""
-    place = Place(RunState.PROVISIONING, DAY, attempts=[attempt(1)], resources=None)
-
-    def suspended(*arguments: Any) -> None:
-        announce(*arguments)
-        place.store.update(RUN, change)
-
-    monkeypatch.setattr("dropforge.stages.provision.announce", suspended)
-    assert provision(place.context, RUN, ME, 1).status == "SUPERSEDED"
     assert place.platform.asked == []
 
 

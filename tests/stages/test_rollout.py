@@ -19,6 +19,7 @@ from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.named import Counted, Reached, RevisionGone, Share
 from dropforge.platforms.training import Waits
 from dropforge.run.artifacts import MANIFEST, ArtifactFile, Manifest, Source, model_prefix, read_manifest
+from dropforge.run.proof import with_proof
 from dropforge.run.record import Attempt, Parity, Record, RunState
 from dropforge.run.seal import ROWS
 from dropforge.spec import parse_spec
@@ -123,6 +124,7 @@ class Deployment:
         **serve: Any,
     ) -> None:
         """A run with a committed model."""
+        store = self.context.store
         attempt = Attempt(number=1, placement=0, region="us-central1", started=NOW, deadline=NOW + HOUR, ended=NOW)
         fields = {"name": "model", "source": "s", "created": NOW, "attempts": [attempt.model_dump()]}
         history = [{"state": state, "time": NOW}]
@@ -137,10 +139,11 @@ class Deployment:
         manifest = Manifest.model_validate({"run": run, "attempt": 1, "created": NOW, **about, **paths})
         for name, content in (
             (names.spec_object(run), spec.model_dump_json(by_alias=True)),
-            (names.record_object(run), Record.model_validate(record).model_dump_json()),
-            (model_prefix(run) + MANIFEST, manifest.model_dump_json()),
+            (names.record_object(run), store.with_key(Record.model_validate(record)).model_dump_json()),
         ):
             self.storage.objects[name] = (content.encode(), 1)
+        path, stored = model_prefix(run) + MANIFEST, json.loads(manifest.model_dump_json(exclude={"proof"}))
+        self.storage.objects[path] = (with_proof(store.key(run), path, stored), 1)
 
     def endpoint(self, state: str = "QUEUED", kind: str = "deploy", *, stable: int = 1, **changes: Any) -> None:
         """The endpoint with a rollout `r` in a state; `r_` changes a field of the rollout, `new_` of its revision."""
@@ -593,7 +596,8 @@ def test_a_model_that_cannot_be_read_ends_its_rollout_and_not_the_endpoint(
     deployment.endpoint()
     name = {"manifest": model_prefix(NEW) + MANIFEST, "record": names.record_object(NEW)}
     if damaged in name:
-        deployment.storage.objects[name[damaged]] = (b"{}", 1)
+        proved = with_proof(deployment.context.store.key(NEW), name[damaged], {})
+        deployment.storage.objects[name[damaged]] = (proved, 1)
     assert deployment.advance().status == "ROLLED_BACK"
     assert damaged in deployment.why
     assert deployment.record.current is None

@@ -16,7 +16,7 @@ from dropforge.endpoints.record import EndpointRecord, RolloutState
 from dropforge.endpoints.shared import Adapter
 from dropforge.platforms.serving import Served, adapters_variable
 from dropforge.run.artifacts import MANIFEST, ArtifactFile, Manifest, Source, model_prefix
-from dropforge.run.proof import ACCESS_NAME, is_proved
+from dropforge.run.proof import ACCESS_NAME, is_proved, with_proof
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.kinds import MOST_ADAPTERS
@@ -71,9 +71,12 @@ class Deployment:
                 "history": history,
             }
         )
+        record = store.with_key(record)
         store.create(record)
         store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode())
-        store.put_new(model_prefix(run) + MANIFEST, manifest.model_dump_json().encode())
+        path = model_prefix(run) + MANIFEST
+        stored = json.loads(manifest.model_dump_json(exclude={"proof"}))
+        store.put_new(path, with_proof(store.key(run), path, stored))
         return record, spec
 
     def put(self, record: Record, spec: JobSpec, endpoint: str = "tiny", topic: str | None = None) -> EndpointRecord:

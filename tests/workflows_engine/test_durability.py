@@ -539,15 +539,6 @@ main:
     asyncio.run(run())
 
 
-def test_a_database_of_an_older_engine_is_opened(tmp_path: Path) -> None:
-    """Its revisions have no service account."""
-    db = SqliteDatabase(tmp_path / "x.db")
-    Engine(db, clock=VirtualClock()).deploy(FLOW, STRAIGHT)
-    db.connection.execute("ALTER TABLE wf_revision DROP COLUMN service_account")
-    assert Engine(db, clock=VirtualClock()).get_workflow(FLOW).revision.service_account == ""
-    db.close()
-
-
 def test_subexecutions(tmp_path: Path) -> None:
     parent = """
 main:

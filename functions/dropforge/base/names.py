@@ -193,22 +193,13 @@ def day_key_object(day: str) -> str:
     return f"{KEYS_PREFIX}days/{day}"
 
 
-def key_object(run: str) -> str:
-    """The key of a run that was accepted before 2026-11-27."""
-    return f"{KEYS_PREFIX}{run}"
-
-
 def run_of_object(name: str) -> str:
-    """The run in the name of a record, a ledger or a spec."""
+    """The run in the name of a record or a spec."""
     return name.removeprefix("runs/").partition("/")[0]
 
 
 def spec_object(run: str) -> str:
     return f"runs/{run}/spec.json"
-
-
-def ledger_object(run: str) -> str:
-    return f"runs/{run}/ledger.json"
 
 
 def cancel_object(run: str, topic: str = "") -> str:

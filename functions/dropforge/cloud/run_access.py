@@ -69,10 +69,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
             return str(self.token), int((self.expiry - _now()).total_seconds())
 
     def spec(self, request: Callable[..., Any]) -> Any:
-        """The run's spec, which came with the token: a JSON object.
-
-        None in a server, and from a function of a version before 2026-11-27.
-        """
+        """The run's spec, which came with the token: a JSON object; None in a server."""
         self.present(request)
         return self._spec
 

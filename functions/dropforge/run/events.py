@@ -69,39 +69,15 @@ class EndBase(JobEventBase):
     """The fields of every end of an attempt.
 
     `started` is the start of an attempt that ended a moment later: the container held the event of the start, and then
-    sent both in one message. Absent: that event was sent by itself, or the attempt ended before its start.
+    sent both in one message. None: that event was sent by itself, or the attempt ended before its start.
     """
 
-    started: Start | None = Field(default=None, exclude_if=lambda start: start is None)
+    started: Start | None = None
 
     def with_start(self, started: Started) -> Self:
         """This end with the event of the start."""
         start = Start(**started.model_dump(include=set(Start.model_fields)))
         return self.model_copy(update={"started": start})
-
-
-class Progress(JobEventBase):
-    """Training continues. Rates and memory cover the last interval; `loss` is null if it is not finite.
-
-    `accelerator_mib` is the most that the first process had allocated on its GPU, and `accelerator_busy` the share of
-    the last second in which this GPU computed. `host_mib` is what this process has of the machine's memory. `tokens`
-    counts the tokens of the training so far, without padding. `held_out_loss` is the loss on some held-out rows at this
-    step. Null: not measured.
-    """
-
-    type: Literal["progress"] = "progress"
-    step: int = Field(ge=0)
-    total_steps: int = Field(ge=0)
-    epoch: float | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    eta_seconds: float | None = None
-    accelerator_mib: int | None = Field(default=None, ge=0)
-    accelerator_busy: float | None = Field(default=None, ge=0, le=1)
-    host_mib: int | None = Field(default=None, ge=0)
-    tokens: int | None = Field(default=None, ge=0)
-    held_out_loss: float | None = None
 
 
 class Checkpointed(JobEventBase):
@@ -137,7 +113,7 @@ class Preempted(EndBase):
     step: int = Field(default=0, ge=0)
 
 
-JobEvent = Annotated[Started | Progress | Checkpointed | Succeeded | Failed | Preempted, Field(discriminator="type")]
+JobEvent = Annotated[Started | Checkpointed | Succeeded | Failed | Preempted, Field(discriminator="type")]
 JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
 
 

@@ -7,7 +7,7 @@ has to write or read a key of its own. The functions give the run's key to the c
 container; it says nothing about the key of the day, or of another run. What a container writes for the control plane,
 or for a later attempt of its run, carries a proof: an HMAC-SHA256 (RFC 2104) of the object's name and content.
 
-A run that was accepted before keys existed has the key "". Its writes have no proof, and every write is accepted.
+The command line and the console may not read keys: they read with the key "", which checks nothing, and decide nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def proof(key: str, name: str, content: bytes) -> str:
 
 
 def is_proved(key: str, name: str, content: bytes, claimed: object) -> bool:
-    """Whether `claimed` is the proof of the content. Everything is proved for a run without a key."""
+    """Whether `claimed` is the proof of the content. A reader without the key takes everything as proved."""
     if not key:
         return True
     if not isinstance(claimed, str) or not claimed.isascii():  # JSON may have half a surrogate pair, which has no bytes

@@ -249,7 +249,7 @@ class LedgerEntry(Stored):
 class Ledger(Stored):
     """Every resource that a run ever intended to create; an entry is written before the create call.
 
-    It is part of the run's record. Runs that were accepted before 2026-11-24 have an object of their own for it.
+    It is part of the run's record.
     """
 
     run: str
@@ -300,7 +300,7 @@ class Ledger(Stored):
 
 
 def topic_of(source: str) -> str:
-    """The topic in the source of a run; "" for a run from the specs bucket or from an older version."""
+    """The topic in the source of a run; "" for a run from the specs bucket."""
     kind, _, rest = source.partition(" ")
     return rest.partition(" ")[0] if kind == "topic" else ""
 
@@ -332,15 +332,15 @@ class Record(Stored):
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
-    resources: list[LedgerEntry] | None = None  # the ledger; None: it is an object of its own
+    resources: list[LedgerEntry] = []  # the ledger
     about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
     spec: dict[str, JsonValue] | None = None  # the accepted spec; None: it is an object of its own
-    # The day of the key from which the run's key derives (run/proof.py); "": the run was accepted before 2026-11-27.
+    # The day of the key from which the run's key derives (run/proof.py); "": the run was never accepted.
     key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
 
     @property
     def topic(self) -> str:
-        """The topic of the request for the run; "" for a run from the specs bucket or from an older version."""
+        """The topic of the request for the run; "" for a run from the specs bucket."""
         return topic_of(self.source)
 
     @property
@@ -373,16 +373,14 @@ class Record(Stored):
         return self.placed or self.created
 
     @property
-    def ledger(self) -> Ledger | None:
-        """The run's ledger; None if it is an object of its own."""
-        return None if self.resources is None else Ledger(run=self.run, entries=self.resources)
+    def ledger(self) -> Ledger:
+        return Ledger(run=self.run, entries=self.resources)
 
     def with_ledger(self, change: Callable[[Ledger], Ledger]) -> Record:
-        """This record with a changed ledger, if it has the ledger; the same record if nothing changes."""
+        """This record with a changed ledger; the same record if nothing changes."""
         ledger = self.ledger
-        if ledger is None or (changed := change(ledger)) is ledger:
-            return self
-        return self.model_copy(update={"resources": changed.entries})
+        changed = change(ledger)
+        return self if changed is ledger else self.model_copy(update={"resources": changed.entries})
 
     def entered(self, state: RunState, now: datetime) -> Record:
         """This record in `state`. Entering the present state changes nothing; a terminal state ends every attempt.

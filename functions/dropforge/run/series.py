@@ -21,7 +21,6 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.objects import read_at_most
 
 from .artifacts import model_prefix
-from .events import Progress
 from .proof import is_document_proved, proved
 
 MOST_POINTS = 20_000
@@ -31,18 +30,47 @@ _MOST_MIB = 10**8  # of memory
 _MOST_TOKENS = 10**15
 _MOST_STEPS, _MOST_SECONDS = 10**12, 10**9  # a container can write any number: no number may be too large to use
 _DIGITS = 6  # significant digits of a number
-# The columns that older trainers did not write.
-NEWER = ("accelerator_mib", "accelerator_busy", "host_mib", "tokens", "held_out_loss")
+# The columns beside the step and its time: fields of Series and of Progress.
+MEASURED = (
+    *("epoch", "loss", "learning_rate", "tokens_per_second"),
+    *("accelerator_mib", "accelerator_busy", "host_mib", "tokens", "held_out_loss"),
+)
 _GZIP = zlib.MAX_WBITS | 16
+
+
+class Progress(BaseModel):
+    """A point of the series. Rates and memory cover the last interval; `loss` is None if it is not finite.
+
+    `accelerator_mib` is the most that the first process had allocated on its GPU, and `accelerator_busy` the share of
+    the last second in which this GPU computed. `host_mib` is what this process has of the machine's memory. `tokens`
+    counts the tokens of the training so far, without padding. `held_out_loss` is the loss on some held-out rows at this
+    step. None: not measured.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    attempt: int = Field(ge=1, le=1000)
+    time: datetime
+    step: int = Field(ge=0)
+    total_steps: int = Field(ge=0)
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    accelerator_mib: int | None = Field(default=None, ge=0)
+    accelerator_busy: float | None = Field(default=None, ge=0, le=1)
+    host_mib: int | None = Field(default=None, ge=0)
+    tokens: int | None = Field(default=None, ge=0)
+    held_out_loss: float | None = None
 
 
 class Series(BaseModel):
     """The progress of an attempt in columns of the same length, one value for each point.
 
     `seconds` count from `began`. `written` is when the trainer wrote the object. Both come from the trainer's clock.
-    `eta_seconds` belongs to the last point. Few points have a `held_out_loss`. Trainers from before 2026-11-26 wrote
-    neither this loss nor tokens, nor what they used of their machine. A reader ignores fields that it does not know:
-    the trainer may be newer.
+    `eta_seconds` belongs to the last point. Few points have a `held_out_loss`. A reader ignores fields that it does not
+    know: the trainer may be newer.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -67,9 +95,6 @@ class Series(BaseModel):
 
     @model_validator(mode="after")
     def _is_regular(self) -> Self:
-        for name in NEWER:
-            column: list[Any] = getattr(self, name)
-            column.extend([None] * (0 if column else len(self.step)))
         for column, most in self._counts:
             if any(value is not None and not 0 <= value <= most for value in column):
                 raise ValueError(f"a memory or a number of tokens is not between 0 and {most}")
@@ -89,8 +114,7 @@ class Series(BaseModel):
 
     @property
     def _columns(self) -> tuple[list[Any], ...]:
-        measured = (self.epoch, self.loss, self.learning_rate, self.tokens_per_second)
-        return (self.step, self.seconds, *measured, *(getattr(self, name) for name in NEWER))
+        return (self.step, self.seconds, *(getattr(self, name) for name in MEASURED))
 
     @property
     def _counts(self) -> tuple[tuple[list[int | None], int], ...]:
@@ -132,7 +156,7 @@ class Series(BaseModel):
         kept = sum(1 for seconds in self.seconds if seconds < shift + min(later.seconds, default=0.0))
         joined = self.model_copy(update={"total_steps": later.total_steps, "eta_seconds": later.eta_seconds})
         joined.written = later.written
-        for name in ("step", "epoch", "loss", "learning_rate", "tokens_per_second", *NEWER):
+        for name in ("step", *MEASURED):
             setattr(joined, name, (getattr(self, name)[:kept] + getattr(later, name))[-MOST_POINTS:])
         moved = [round(seconds + shift, 3) for seconds in later.seconds]
         joined.seconds = (self.seconds[:kept] + moved)[-MOST_POINTS:]
@@ -148,25 +172,21 @@ class Series(BaseModel):
         return self.time_of(-1) if self.step else None
 
     def latest(self) -> Progress | None:
-        """The last point as a progress event, with the time that is left; None without points."""
+        """The last point, with the time that is left; None without points."""
         if not self.step:
             return None
         return self._point(len(self.step) - 1).model_copy(update={"eta_seconds": self.eta_seconds})
 
     def points(self) -> list[Progress]:
-        """Every point as a progress event; the last has the time that is left."""
+        """Every point; the last has the time that is left."""
         latest = self.latest()
         return [*map(self._point, range(len(self.step) - 1)), *([latest] if latest else [])]
 
     def _point(self, index: int) -> Progress:
-        time = self.time_of(index)
         return Progress.model_construct(  # with every field: a default costs as much as five values
-            type="progress",
             eta_seconds=None,
-            run=self.run,
             attempt=self.attempt,
-            sequence=max(0, int(time.timestamp() * 1000)),
-            time=time,
+            time=self.time_of(index),
             step=self.step[index],
             total_steps=self.total_steps,
             epoch=self.epoch[index],

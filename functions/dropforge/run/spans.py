@@ -11,8 +11,6 @@ from datetime import datetime
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from dropforge.base import names
-
 from .record import Attempt, LedgerEntry, Record, RunError, RunState
 from .series import Kept
 from .store import RunStore
@@ -57,52 +55,26 @@ class Span(NamedTuple):
         return ((self.ended or now) - self.began).total_seconds()
 
 
-class Reports(NamedTuple):
-    """When an attempt reported, by the runs bucket's clock: its first report, and its first and last about progress."""
+class Steps(NamedTuple):
+    """When an attempt reported its first and its last step, by the runs bucket's clock. `first` is never later."""
 
     first: datetime
-    progress: tuple[datetime, datetime] | None
-
-    def with_progress(self, first: datetime, last: datetime) -> Reports:
-        """These reports, and progress from `first` to `last`."""
-        known = self.progress or (first, last)
-        return Reports(min(self.first, first), (min(known[0], first), max(known[1], last)))
+    last: datetime
 
 
-def read_reports(store: RunStore, record: Record) -> dict[int, Reports]:
-    """The times of the reports of a run's attempts, from their series, and from one listing of events if they need it.
-
-    A container chooses what its events say. Their times are those of the bucket. The times in a series are the
-    container's; none is later than the bucket's.
-    """
+def read_steps(store: RunStore, record: Record) -> dict[int, Steps]:
+    """The times of the steps of a run's attempts, from their series."""
     read = {attempt.number: store.series(record.run, attempt.number) for attempt in record.attempts}
-    return reports_of(store, record, {number: kept for number, kept in read.items() if kept is not None})
+    return steps_of({number: kept for number, kept in read.items() if kept is not None})
 
 
-def reports_of(store: RunStore, record: Record, read: Mapping[int, Kept]) -> dict[int, Reports]:
-    """The times of the reports of a run's attempts, whose series the caller has read."""
-    series = {number: kept for number, kept in read.items() if kept.series.step}
-    is_known = all(attempt.running and attempt.number in series for attempt in record.attempts)
-    found = {} if is_known else _read_events(store, record.run)
-    for number, kept in series.items():
-        first, last = kept.received_at(0), kept.received_at(-1)
-        found[number] = found.get(number, Reports(first, None)).with_progress(first, last)
-    return found
+def steps_of(read: Mapping[int, Kept]) -> dict[int, Steps]:
+    """The times of the steps of attempts by number, whose series the caller has read.
 
-
-def _read_events(store: RunStore, run: str) -> dict[int, Reports]:
-    """The times of the job events by attempt. Images from before 2026-11-24 report progress by events."""
-    found: dict[int, Reports] = {}
-    prefix = names.events_prefix(run)
-    for name, received in store.written(prefix):
-        number, _, rest = name.removeprefix(prefix).partition("-")
-        if not number.isdecimal():
-            continue
-        known = found.get(int(number), Reports(received, None))
-        if rest.endswith("-progress.json"):
-            known = known.with_progress(received, received)
-        found[int(number)] = known._replace(first=min(known.first, received))
-    return found
+    A container chooses the times in its series; none of these is later than the bucket's.
+    """
+    times = {number: (kept.received_at(0), kept.received_at(-1)) for number, kept in read.items() if kept.series.step}
+    return {number: Steps(min(both), max(both)) for number, both in times.items()}
 
 
 def in_order(spans: Iterable[Span]) -> list[Span]:
@@ -118,12 +90,12 @@ def in_order(spans: Iterable[Span]) -> list[Span]:
     return walk(ROOT)
 
 
-def spans_of(record: Record, reports: Mapping[int, Reports] | None = None) -> list[Span]:
-    """Every span of a run so far, each after the span that it is in. `reports` is what `read_reports` found."""
+def spans_of(record: Record, steps: Mapping[int, Steps] | None = None) -> list[Span]:
+    """Every span of a run so far, each after the span that it is in. `steps` is what `read_steps` found."""
     found = [_root(record), *_states(record)]
     for attempt in record.attempts:
-        found += _attempt(attempt, (reports or {}).get(attempt.number))
-    found += _resources(record.resources or ())
+        found += _attempt(attempt, (steps or {}).get(attempt.number))
+    found += _resources(record.resources)
     return [*found, *_endpoint(record)]
 
 
@@ -171,28 +143,27 @@ def _parity(record: Record) -> dict[str, Value]:
     }
 
 
-def _attempt(attempt: Attempt, reports: Reports | None) -> list[Span]:
+def _attempt(attempt: Attempt, steps: Steps | None) -> list[Span]:
     attributes: dict[str, Value] = {"dropforge.attempt": attempt.number, "cloud.region": attempt.region}
     if attempt.ended:
         attributes["dropforge.attempt.ending"] = attempt.ending
     if attempt.wait_reason:
         attributes["dropforge.attempt.wait_reason"] = attempt.wait_reason
     span = Span(f"{ROOT}/attempt-{attempt.number}", "attempt", attempt.started, attempt.ended, attributes)
-    return [_failed(span, attempt.error), *_phases(attempt, span.path, reports)]
+    return [_failed(span, attempt.error), *_phases(attempt, span.path, steps)]
 
 
-def _phases(attempt: Attempt, path: str, reports: Reports | None) -> list[Span]:
+def _phases(attempt: Attempt, path: str, steps: Steps | None) -> list[Span]:
     """The phases of an attempt, which follow each other: each lasts until the next begins, the last until the end."""
     begins = [("launch", attempt.started)]
     if attempt.launched and attempt.launched != attempt.running:
         begins.append(("wait for capacity", attempt.launched))
     if attempt.running:
         begins.append(("prepare", attempt.running))
-    if reports is not None:
-        begins += [] if attempt.running else [("prepare", reports.first)]
-        begins += [("train", reports.progress[0])] if reports.progress else []
+    if steps is not None:
+        begins.append(("train", steps.first))
         # What follows the last step of a training that succeeded: evaluation, export and upload.
-        begins += [("finish", reports.progress[1])] if reports.progress and attempt.ending == "success" else []
+        begins += [("finish", steps.last)] if attempt.ending == "success" else []
     # The clocks of the bucket and of the functions differ a little: no phase begins before the phase before it.
     spans, latest = [], attempt.started
     for index, (name, began) in enumerate(begins):

@@ -31,12 +31,11 @@ from .record import Ledger, Record, ResourceState
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
 
-M = TypeVar("M", bound=Record | Ledger)
 T = TypeVar("T")
 UPDATE_TRIES = 12
 LISTERS = 16  # parallel listings
 DAYS = 100  # keys of days that a process remembers
-KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
+KNOWN = 500  # records that a process remembers, of a few KB each
 
 
 class Versioned(NamedTuple):
@@ -71,14 +70,14 @@ class Listed(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The content of an object at its last read or write, and its generation."""
+    """A record at its last read or write, and the generation of its object."""
 
-    content: Any
+    record: Record
     generation: int
 
 
 class RunStore:
-    """The runs bucket. It remembers recent records and ledgers, and writes a change without reading again.
+    """The runs bucket. It remembers recent records, and writes a change without reading again.
 
     This is safe: every write names the generation that it replaces. After a failed write, the store reads the object.
     """
@@ -88,8 +87,7 @@ class RunStore:
         self._clock = clock or Clock()
         self._chance = chance or SystemRandom()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._own_key = lru_cache(KNOWN)(lambda run: self._read_key(names.key_object(run)))
-        self._day_key = lru_cache(DAYS)(lambda day: self._read_key(names.day_key_object(day)))
+        self._day_key = lru_cache(DAYS)(lambda day: self.read(names.day_key_object(day)).data.decode("ascii"))
         self._keyed = ""  # the last day whose key is known to exist
         self._known: OrderedDict[str, Known] = (
             OrderedDict()
@@ -103,7 +101,7 @@ class RunStore:
         if not record.state.is_terminal:
             record = self.with_key(record)
             self.mark_open(record)
-        return self._put(names.record_object(record.run), record, 0)
+        return self._put(record, 0)
 
     def with_key(self, record: Record) -> Record:
         """The record of a new run with the day of its key (run/proof.py). The key of the day exists on return."""
@@ -111,11 +109,11 @@ class RunStore:
 
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""
-        return self._load(names.record_object(run), Record).content  # type: ignore[no-any-return]
+        return self._load(run).record
 
     def record_and_generation(self, run: str) -> tuple[Record, int]:
         """The present record of a run, and the generation of its object. Raises NotFound and Malformed."""
-        return self._load(names.record_object(run), Record)
+        return self._load(run)
 
     def find(self, run: str) -> Record | None:
         """The present record of a run; None if it has no record."""
@@ -135,40 +133,44 @@ class RunStore:
         """The record as this process has last read or written it; None if it has not. It may be old: whoever acts on
         it ends with a conditional write, which then reads the present record.
         """
-        known = self._known.get(names.record_object(run))
-        return None if known is None else known.content
+        known = self._known.get(run)
+        return None if known is None else known.record
 
     def update(self, run: str, change: Callable[[Record], Record]) -> Record:
         """Apply `change` to the record, again after each conflict; `change` must have no side effects.
 
         Raises NotFound, Conflict after many lost races, and the exceptions of `change`.
         """
-        return self._change(names.record_object(run), Record, change)
+        if (changed := self._change_known(run, change)) is not None:
+            return changed
+        for attempt in range(UPDATE_TRIES):
+            before, generation = self._load(run)
+            after = change(before)
+            if after is before or self._put(after, generation):
+                return after
+            # Another writer won the race: let it finish.
+            self._clock.sleep(self._chance.uniform(0, 0.01 * 2**attempt))
+        where = f"gs://{self.bucket.name}/{names.record_object(run)}"
+        raise Conflict(f"{where} kept changing through {UPDATE_TRIES} tries")
 
     def spec(self, run: str) -> JobSpec:
         """The accepted spec of a run, which never changes. Raises NotFound and Malformed."""
         return self._spec(run)
 
     def spec_beside(self, run: str) -> JobSpec:
-        """The spec in an object of its own: a large spec, or that of a run from before 2026-11-27.
-
-        Raises NotFound and Malformed.
-        """
+        """The spec in an object of its own, if it is large. Raises NotFound and Malformed."""
         name = names.spec_object(run)
         return _parsed(self.read(name).data, f"gs://{self.bucket.name}/{name}")
 
     def key(self, run: str) -> str:
-        """The run's key (run/proof.py), which never changes; "" for a run that was accepted before keys existed.
+        """The run's key (run/proof.py), which never changes.
 
-        Raises NotFound if somebody has deleted the key of the run's day: without it, nothing is proved.
+        Raises NotFound for a run that was never accepted, and if somebody has deleted the key of the run's day.
         """
         record = self.recall(run)
-        if record is not None and record.key_day:
-            return key_of_run(self._day_key(record.key_day), run)
-        try:
-            return self._own_key(run)
-        except NotFound:  # not remembered: the run may be accepted, and get its key, later
-            return ""
+        if record is None or not record.key_day:
+            raise NotFound(f"run {run!r} has no key: it was never accepted")
+        return key_of_run(self._day_key(record.key_day), run)
 
     def series(self, run: str, attempt: int, key: str = "") -> Kept | None:
         """The series of an attempt; None if there is none, or none with the proof of `key`."""
@@ -179,24 +181,13 @@ class RunStore:
         return SeriesReader(self.bucket.client, self.bucket.name, run, attempt, key)
 
     def ledger(self, run: str) -> Ledger:
-        """The present ledger of a run; empty if it has no ledger. Raises Malformed."""
+        """The present ledger of a run; empty if it has no record. Raises Malformed."""
         record = self.find(run)
-        return self.ledger_of(record) if record is not None else self._old_ledger(run)
-
-    def ledger_of(self, record: Record) -> Ledger:
-        """The ledger in a record or, for a run from before 2026-11-24, the present ledger beside it."""
-        ledger = record.ledger
-        return self._old_ledger(record.run) if ledger is None else ledger
-
-    def _old_ledger(self, run: str) -> Ledger:
-        try:
-            return self._load(names.ledger_object(run), Ledger).content  # type: ignore[no-any-return]
-        except NotFound:
-            return Ledger(run=run)
+        return Ledger(run=run) if record is None else record.ledger
 
     def intend(self, run: str, kind: str, name: str, attempt: int) -> None:
         """Enter the intent to create a resource. The entry is durable on return."""
-        self.change_ledger(run, lambda ledger: ledger.with_intents([(kind, name)], attempt, self._clock.now()))
+        self._change_ledger(run, lambda ledger: ledger.with_intents([(kind, name)], attempt, self._clock.now()))
 
     def intend_all(
         self, record: Record, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
@@ -206,8 +197,6 @@ class RunStore:
         Record and intents are one write: no teardown comes between. `record` is as the caller has just read or written
         it; if it has the intents already, this method asks nothing.
         """
-        if record.ledger is None:
-            return self._intend_beside(record.run, list(resources), attempt, is_wanted)
         wanted = list(resources)
 
         def change(latest: Record) -> Record:
@@ -217,43 +206,18 @@ class RunStore:
 
         return is_wanted(record) if change(record) is record else is_wanted(self.update(record.run, change))
 
-    def _intend_beside(
-        self, run: str, resources: list[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
-    ) -> bool:
-        """`intend_all` for a ledger beside the record: it is written, and then the record is read.
-
-        Teardown writes the record and then reads the ledger. So at least one side sees the write of the other side.
-        Unneeded entries stay: another call may have created the resources on the strength of these entries. The next
-        teardown resolves them or, after the run's end, the sweep.
-        """
-        before = self._old_ledger(run)
-        after = self.change_ledger(run, lambda ledger: ledger.with_intents(resources, attempt, self._clock.now()))
-        record = self.record(run)
-        if is_wanted(record):
-            return True
-        if after != before:
-            self.mark_open(record)
-        return False
-
     def keep(self, run: str, resources: Iterable[str]) -> None:
         """Note that training resources, given by name, serve from now on. The note is durable on return."""
         kept = list(resources)
-        self.change_ledger(run, lambda ledger: ledger.with_kept(kept))
+        self._change_ledger(run, lambda ledger: ledger.with_kept(kept))
 
     def note(self, run: str, resources: Iterable[str], state: ResourceState) -> None:
         """Note that resources, given by name, were seen to exist (CREATED), or seen not to exist (GONE)."""
         noted = list(resources)
-        self.change_ledger(run, lambda ledger: ledger.with_state(noted, state, self._clock.now()))
+        self._change_ledger(run, lambda ledger: ledger.with_state(noted, state, self._clock.now()))
 
-    def change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> Ledger:
-        """Change the ledger of a run, wherever it is; return it."""
-        try:
-            ledger = self.update(run, lambda record: record.with_ledger(change)).ledger
-        except NotFound:
-            ledger = None
-        if ledger is not None:
-            return ledger
-        return self._change(names.ledger_object(run), Ledger, change, new=Ledger(run=run))
+    def _change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> None:
+        self.update(run, lambda record: record.with_ledger(change))
 
     def put_new(self, name: str, data: bytes, content_type: str = "application/json") -> bool:
         """Write an object that must not exist; False if it exists."""
@@ -389,71 +353,55 @@ class RunStore:
         with suppress(Missing):
             self.bucket.blob(names.open_object(run)).delete(timeout=TIMEOUT_SECONDS)
 
-    def _change(self, name: str, model: type[M], change: Callable[[M], M], new: M | None = None) -> M:
-        changed: M | None = self._change_known(name, change)
-        if changed is not None:
-            return changed
-        for attempt in range(UPDATE_TRIES):
-            try:
-                before, generation = self._load(name, model)
-            except NotFound:
-                if new is None:
-                    raise
-                before, generation = new, 0
-            after = change(before)
-            if after is before or self._put(name, after, generation):
-                return after
-            # Another writer won the race: let it finish.
-            self._clock.sleep(self._chance.uniform(0, 0.01 * 2**attempt))
-        raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
+    def _change_known(self, run: str, change: Callable[[Record], Record]) -> Record | None:
+        """Change the remembered record and write it; None if nothing is remembered, or the object differs by now.
 
-    def _change_known(self, name: str, change: Callable[[M], M]) -> M | None:
-        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now.
-
-        Meanwhile, other calls of this process still have the content before the change.
+        Meanwhile, other calls of this process still have the record before the change.
         """
-        known = self._known.get(name)
+        known = self._known.get(run)
         if known is None:
             return None
         try:
-            after = change(known.content)
+            after = change(known.record)
         except Exception:  # noqa: BLE001  # the present object decides: the caller reads it, and `change` may raise again
             return None
-        if after is known.content:
-            return None  # the remembered content needs no change, but the present object may
-        if self._put(name, after, known.generation):
+        if after is known.record:
+            return None  # the remembered record needs no change, but the present one may
+        if self._put(after, known.generation):
             return after
-        self._known.pop(name, None)
+        self._known.pop(run, None)
         return None
 
-    def _load(self, name: str, model: type[M]) -> Known:
-        """Read an object and remember it. Raises NotFound and Malformed."""
+    def _load(self, run: str) -> Known:
+        """Read a record and remember it. Raises NotFound and Malformed."""
+        name = names.record_object(run)
         data, generation = self.read(name)
-        where, kind = f"gs://{self.bucket.name}/{name}", model.__name__.lower()
+        where = f"gs://{self.bucket.name}/{name}"
         try:
-            content = model.model_validate_json(data)
+            record = Record.model_validate_json(data)
         except ValidationError as error:
-            raise Malformed(f"{where} is not a {kind} that this version reads: {first_problem(error)}") from None
-        if names.run_of_object(name) != content.run:
-            raise Malformed(f"{where} is the {kind} of {cut(content.run, 80)!r}; expected the run in its name")
-        return self._remember(name, Known(content, generation))
+            raise Malformed(f"{where} is not a record that this version reads: {first_problem(error)}") from None
+        if run != record.run:
+            raise Malformed(f"{where} is the record of {cut(record.run, 80)!r}; expected the run in its name")
+        return self._remember(Known(record, generation))
 
-    def _put(self, name: str, content: Record | Ledger, generation: int) -> bool:
-        """Write an object if its generation is `generation`, and remember it; False otherwise."""
-        summary = text_of(content) if isinstance(content, Record) else ""
-        written = self._write(name, content.model_dump_json().encode(), generation, "application/json", summary)
+    def _put(self, record: Record, generation: int) -> bool:
+        """Write a record if its object's generation is `generation`, and remember it; False otherwise."""
+        name, data = names.record_object(record.run), record.model_dump_json().encode()
+        written = self._write(name, data, generation, "application/json", text_of(record))
         if written is None:
             return False
-        self._remember(name, Known(content, written))
+        self._remember(Known(record, written))
         return True
 
-    def _remember(self, name: str, known: Known) -> Known:
-        """Remember what was read or written, as the newest; an answer that was slow replaces no newer content.
+    def _remember(self, known: Known) -> Known:
+        """Remember what was read or written, as the newest; an answer that was slow replaces no newer record.
 
         Google does not promise that generations grow. If they do not, the next write fails, and its call reads again.
         """
-        before = self._known.pop(name, known)
-        self._known[name] = max(before, known, key=lambda each: each.generation)
+        run = known.record.run
+        before = self._known.pop(run, known)
+        self._known[run] = max(before, known, key=lambda each: each.generation)
         if len(self._known) > KNOWN:
             self._known.popitem(last=False)
         return known
@@ -491,9 +439,6 @@ class RunStore:
             self.put_new(names.day_key_object(day), new_key(self._chance).encode(), "text/plain")
             self._keyed = day
         return day
-
-    def _read_key(self, name: str) -> str:
-        return self.read(name).data.decode("ascii")
 
     def _read_spec(self, run: str) -> JobSpec:
         record = self.recall(run)

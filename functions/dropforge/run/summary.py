@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from .record import About, Attempt, Record, RunState, Stored
 
-KEY = "summary-1"  # the number grows when an older version would misread the summary
+KEY = "summary-1"  # the number grows when another version would misread the summary
 MOST_BYTES = 7168  # of the 8 KiB; the rest is for other keys
 
 

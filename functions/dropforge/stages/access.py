@@ -33,10 +33,10 @@ def access(context: Context, run: str, claimed: str, account: str) -> Granted:
     """A token for the containers of a run. `account` is the caller's e-mail: only the trainer's may write the model.
 
     The answer to the trainer has the spec, too: its token reaches the spec, and this saves a request. Raises NotFound
-    for a run that has no key, and for a wrong proof; CloudError if Google gives no token.
+    for a run that was never accepted, and for a wrong proof; CloudError if Google gives no token.
     """
     key = context.store.key(run)
-    if not key or not is_proved(key, ACCESS_NAME, run.encode(), claimed):
+    if not is_proved(key, ACCESS_NAME, run.encode(), claimed):
         raise NotFound(f"no run {run!r} has the key of this proof; expected the run in DROPFORGE_ACCESS_REQUEST")
     is_trainer = account == context.settings.trainer_service_account
     spec = context.store.spec(run)

@@ -118,26 +118,6 @@ class Ended(Answer):
     state: RunState
 
 
-class Notified(Answer):
-    """The run has entered the state, and every report of it was sent."""
-
-    status = "NOTIFIED"
-    state: RunState
-
-
-class Untold(Notified):
-    """The run has entered the state, but not every report of it was sent: call again."""
-
-    status = "UNTOLD"
-
-
-class CancelWins(Answer):
-    """No success was written: a user requested the end of the run. Tear down everything and notify CANCELLED."""
-
-    status = "CANCELLED"
-    state: RunState
-
-
 class Granted(Answer):
     """A token of Cloud Storage for the containers of a run, and its seconds to live. No log line has it.
 
@@ -193,7 +173,6 @@ ANSWERS: dict[str, tuple[type[Answer], ...]] = {
     "provision": (Running, Pending, Succeeded, Failed, Cancelled, Superseded),
     "inspect": (Waiting, Succeeded, Failed, Cancelled, Superseded),
     "deploy": (Ready, Pending, Failed, Cancelled, Superseded),
-    "notify": (Notified, Untold, CancelWins, Superseded),
     "teardown": (Gone, Ended, Pending, Superseded),
 }
 

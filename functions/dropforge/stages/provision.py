@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from dropforge.base.errors import CloudError, ErrorClass, OverQuota
@@ -31,8 +30,7 @@ def provision(context: Context, run: str, execution: str, attempt: int, callback
     """Create attempt `attempt` of a run, or say why it cannot exist. Raises NotFound for an unknown run.
 
     An execution that takes over a run starts with attempt 1: the answer names the run's present attempt, or the run's
-    outcome. The record gets the callback of the execution before the attempt can send an event; workflows from before
-    2026-11-24 give it to `inspect` only.
+    outcome. The record gets the callback of the execution before the attempt can send an event.
     """
     spec = context.store.spec(run)
     if waiting := wait_for_place(context, run, execution, spec):
@@ -136,7 +134,7 @@ def _open_attempt(context: Context, record: Record, number: int, spec: JobSpec, 
     )
 
 
-def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> Running | Pending | Failed | Superseded:
+def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> Running | Pending | Failed:
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, cancelled_while(record.wait_reason, "provisioning"))
     if record.attempt != attempt:
@@ -168,11 +166,9 @@ def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError)
     return retry_or_fail(record, spec, reason, context.now())
 
 
-def _launch(context: Context, record: Record, launch: Launch) -> Running | Pending | Superseded:
+def _launch(context: Context, record: Record, launch: Launch) -> Running | Pending:
+    """Create the resources of an attempt, whose intents the record has."""
     store, target, attempt = context.store, context.platforms.target(launch.spec.target.type), record.attempts[-1]
-    resources = _resources(context, launch)
-    if not store.intend_all(record, resources, launch.attempt, _is_current(launch)):
-        return superseded(store.record(launch.run))
     asked, turn, is_sure = context.now(), 0.0, True
     try:
         waits = target.provision(context.cloud, launch)
@@ -193,23 +189,13 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             message += f": {record.wait_reason}" * bool(record.wait_reason)
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
-        usual = max((context.platforms.usual(kind).creation for kind, _ in resources), default=0.0)
+        usual = max((context.platforms.usual(kind).creation for kind, _ in _resources(context, launch)), default=0.0)
         return Pending(wait_seconds=max(turn, next_look(waited, usual)), deadline=attempt.deadline.timestamp())
     now = context.now()
     if now - attempt.started >= timedelta(seconds=WAITING_SECONDS):  # before that, the start says about the same
         store.update(launch.run, lambda latest: latest.with_launch(launch.attempt, now))
     context.log("launched", stage="provision", run=launch.run, attempt=launch.attempt)
     return _running(attempt)
-
-
-def _is_current(launch: Launch) -> Callable[[Record], bool]:
-    """A predicate: whether the launch's attempt is still the one that the run trains with."""
-
-    def is_current(record: Record) -> bool:
-        latest = record.attempts[-1]
-        return record.state in _TRAINS and latest.number == launch.attempt and latest.ended is None
-
-    return is_current
 
 
 def _running(attempt: Attempt) -> Running:

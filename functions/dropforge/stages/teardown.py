@@ -37,43 +37,40 @@ def teardown(
     scope: Scope,
     keep_endpoint: bool,
     outcome: Outcome | None = None,
-    *,
-    ends: bool = False,
 ) -> TeardownAnswer:
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError if another try may succeed.
 
     `scope` is "attempt" after an attempt (another attempt or the endpoint follows) or "run" at the run's end.
     `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that becomes the endpoint; a
-    cancelled run keeps neither. `outcome` is the end of the run after the teardown: the record keeps it, so that
-    another execution can end the run if this execution does not. `ends`: the run ends with this outcome as soon as
-    its resources are gone; workflows from before 2026-11-24 call `notify` for that.
+    cancelled run keeps neither. The run ends with `outcome` as soon as its resources are gone. The record keeps the
+    outcome, so that another execution can end the run if this execution does not.
     """
     known = context.store.known(run)
-    if known is not None and ends and _is_entered(known, execution, outcome):
+    if known is not None and outcome is not None and _is_entered(known, execution, outcome):
         record = known  # the write of the end decides whether it still is
     else:
         record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
     if record.execution != execution:
         return superseded(record)
-    if ends and record.state.is_terminal:
+    if outcome is not None and record.state.is_terminal:
         return _told(context, record)  # an earlier call has ended the run
     while True:
         is_kept = keep_endpoint and record.cancel_requested is None
         try:
-            deleted = delete_all(context, context.store.ledger_of(record), keep_endpoint=is_kept)
+            deleted = delete_all(context, record.ledger, keep_endpoint=is_kept)
         except OverQuota:
             _announce(context, record, scope)
             return _later(context, record, scope)
         except CloudError:
             _announce(context, record, scope)
             raise
-        if deleted.remaining or not ends or outcome is None or record.ledger is None:
+        if deleted.remaining or outcome is None:
             note_gone(context, run, deleted)
         if deleted.remaining:
             _announce(context, record, scope)
             return _pending(context, record, scope, deleted.remaining)
         context.log("gone", stage="teardown", run=run, scope=scope)
-        if not ends or outcome is None:
+        if outcome is None:
             _announce(context, record, scope)
             return _gone(context, record, is_kept)
         record = _end(context, record, outcome, is_kept, deleted.gone)
@@ -137,7 +134,7 @@ def _pending(context: Context, record: Record, scope: Scope, entries: list[Ledge
 
 def _later(context: Context, record: Record, scope: Scope) -> Pending:
     """Call again after a deletion that was refused for a rate: every request counts, so the longer, the rarer."""
-    remaining = [entry.name for entry in context.store.ledger_of(record).remaining()]
+    remaining = [entry.name for entry in record.ledger.remaining()]
     waited = (context.now() - _began(record, scope)).total_seconds()
     return Pending(wait_seconds=next_turn(waited, LONGEST_SECONDS), remaining=remaining)
 
@@ -159,13 +156,12 @@ def _without_waiting_attempt(record: Record, now: datetime) -> Record:
     return record.with_stop(latest.number, now)
 
 
-def _is_entered(record: Record, execution: str, outcome: Outcome | None) -> bool:
+def _is_entered(record: Record, execution: str, outcome: Outcome) -> bool:
     """Whether an execution needs to write nothing before it deletes: `inspect`, or an earlier call, has written it.
 
     A run that is torn down gets no further resource, so its ledger lists all that is to be deleted, however old it is.
     """
-    is_noted = record.outcome is not None and record.outcome == outcome
-    return record.execution == execution and record.state is RunState.TEARING_DOWN and is_noted
+    return (record.execution, record.state, record.outcome) == (execution, RunState.TEARING_DOWN, outcome)
 
 
 def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:

@@ -20,7 +20,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.context import Context
 from dropforge.run.record import Record
-from dropforge.run.spans import Span, Value, read_reports, spans_of
+from dropforge.run.spans import Span, Value, read_steps, spans_of
 from dropforge.spec import JobSpec
 
 from .channel import Failure
@@ -83,7 +83,7 @@ def _record(context: Context, news: News) -> Record:
 
 def read_spans(context: Context, record: Record) -> list[Span]:
     """Every span of a run so far, with the phases of its attempts. Raises the errors of Cloud Storage's client."""
-    return spans_of(record, read_reports(context.store, record) if record.attempts else {})
+    return spans_of(record, read_steps(context.store, record))
 
 
 def ended_spans(record: Record, spans: Iterable[Span], *, after_end: bool) -> list[Span]:

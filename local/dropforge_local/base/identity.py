@@ -40,13 +40,13 @@ class Claims(NamedTuple):
     caller: str
 
 
-def new_identity(secret: str = "") -> str:
-    """The text of a new identity: a secret, and below it an RSA key. `secret`: of an identity that has no key yet."""
+def new_identity() -> str:
+    """The text of a new identity: a secret, and below it an RSA key."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
-    return f"{secret or secrets.token_hex(32)}\n{pem.decode()}"
+    return f"{secrets.token_hex(32)}\n{pem.decode()}"
 
 
 class Identity:

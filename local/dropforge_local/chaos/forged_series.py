@@ -9,17 +9,15 @@ from functools import cache
 from typing import Any
 
 from dropforge.run.proof import proved
-from dropforge.run.series import MAX_BYTES, MOST_POINTS, Series, series_object
+from dropforge.run.series import MAX_BYTES, MEASURED, MOST_POINTS, Series, series_object
 
 from .forgeries import NOBODY, STEP
-
-_MEASURED = ("epoch", "loss", "learning_rate", "tokens_per_second")
 
 
 def series_of(run: str, attempt: int, now: float, key: str) -> bytes:
     """A well-formed series that promises progress for ever, with the proof of a key."""
     time = datetime.fromtimestamp(now, UTC)
-    points = {"step": [STEP], "seconds": [1e8], **{column: [1.0] for column in _MEASURED}}
+    points = {"step": [STEP], "seconds": [1e8], **{column: [1] for column in MEASURED}}
     forged = Series.model_validate({"run": run, "attempt": attempt, "began": time, "written": time, **points})
     return forged.encoded(key)
 
@@ -27,7 +25,7 @@ def series_of(run: str, attempt: int, now: float, key: str) -> bytes:
 def broken_series(run: str, attempt: int, key: str) -> list[bytes]:
     """Objects that are no series of the attempt, with the proof of the run wherever they have room for it."""
     when, name = "2026-01-01T00:00:00Z", series_object(run, attempt)
-    point: dict[str, Any] = {"step": [STEP], "seconds": [1.0], **{column: [1.0] for column in _MEASURED}}
+    point: dict[str, Any] = {"step": [STEP], "seconds": [1.0], **{column: [1] for column in MEASURED}}
     good = {"run": run, "attempt": attempt, "began": when, "written": when, **point}
     documents = [
         {**good, "run": NOBODY},

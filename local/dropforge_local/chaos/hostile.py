@@ -116,9 +116,6 @@ class Hostile:
 
     def _forge_object(self, victim: str) -> None:
         """Write an object where a token without a boundary may write: below checkpoints/, models/ and machines/."""
-        resource = f"projects/chaos-project/locations/us-central1/jobs/df-{victim}-a1"
-        entry = {"kind": "run.googleapis.com/Job", "name": resource, "attempt": 1, "state": "created"}
-        ledger = {"run": victim, "entries": [{**entry, "intended": "2026-01-01T00:00:00Z"}]}
         record = {"run": victim, "name": "x", "source": "x", "state": "CANCELLED", "history": [], "attempts": []}
         status = {"run": victim, "attempt": 1, "error_class": "code", "message": "forged", "exit_code": 1}
         present = self._present_attempt(victim)
@@ -127,7 +124,7 @@ class Hostile:
         name, content = self._draw.choice(
             (
                 (f"machines/{victim}/record.json", record),
-                (f"machines/{victim}/ledger.json", ledger),
+                (f"checkpoints/{victim}/record.json", record),
                 (f"machines/runs/{victim}/record.json", record),
                 (f"machines/open/{victim}", {}),
                 (f"machines/{NOBODY}/attempt-1/status.json", status),
@@ -170,8 +167,8 @@ class Hostile:
     def _forge_event(self, victim: str) -> None:
         """Publish a job event that no function may keep."""
         sequence = FIRST_SEQUENCE + self._world.id()
-        event = {"run": victim, "attempt": 1, "sequence": sequence, "time": "2026-01-01T00:00:00Z", "type": "progress"}
-        event |= {"step": 1, "total_steps": 2}
+        event = {"run": victim, "attempt": 1, "sequence": sequence, "time": "2026-01-01T00:00:00Z"}
+        event |= {"type": "checkpoint", "step": 1, "uri": "gs://forged"}
         failed = {"type": "failed", "error_class": "code", "message": "forged"}
         present = {"attempt": self._present_attempt(victim)}
         uri = f"gs://{self._bucket}/models/{victim}/MANIFEST.json"
@@ -190,7 +187,7 @@ class Hostile:
                 {"run": f"../{victim}", **failed},
                 {"run": self._run, "attempt": self._attempt + 500, **failed},
                 {"step": -1},
-                {"loss": "much"},
+                {"uri": 1},
                 {"sequence": sequence * 100},
                 {**failed, "message": "x" * MAX_JOB_EVENT_BYTES},
                 {**failed, "error_class": "forged"},

@@ -313,12 +313,10 @@ class _Reader:
             if parts[2] == "record.json":
                 self.lives[parts[1]].records.append(content)
                 self.lives[parts[1]].summaries.append(At(here.index, here.time, here.value.get("metadata", {})))
-                if (entries := content.value.get("resources")) is not None:
-                    self.lives[parts[1]].ledgers.append(At(here.index, here.time, {"entries": entries}))
+                entries = content.value.get("resources", [])
+                self.lives[parts[1]].ledgers.append(At(here.index, here.time, {"entries": entries}))
                 if here.value["replaced"] == 0:
                     self.lives[parts[1]].creations.append(content)
-            elif parts[2] == "ledger.json":
-                self.lives[parts[1]].ledgers.append(content)
             elif parts[2].startswith("cancel"):
                 self.lives[parts[1]].intents.append(content)
         elif parts[0] == "runs" and parts[2:3] == ["events"]:

@@ -117,7 +117,7 @@ class State(NamedTuple):
     @property
     def ledger(self) -> dict[str, str]:
         """The state of each resource in the run's ledger, by its name."""
-        return {entry["name"]: entry["state"] for entry in self.record.get("resources") or ()}
+        return {entry["name"]: entry["state"] for entry in self.record.get("resources", ())}
 
     @property
     def seen(self) -> State:

@@ -14,7 +14,7 @@ from google.api_core.exceptions import NotFound, PreconditionFailed
 from .world import World
 
 T = TypeVar("T")
-_JSON = ("places.json", "record.json", "ledger.json", "MANIFEST.json")
+_JSON = ("places.json", "record.json", "MANIFEST.json")
 
 
 class StoredObject(NamedTuple):

@@ -9,9 +9,8 @@ from typing import Any
 
 from google.api_core.exceptions import PreconditionFailed
 
-from dropforge.run.events import Progress
 from dropforge.run.proof import VARIABLE, is_document_proved, with_proof
-from dropforge.run.series import Series, series_object
+from dropforge.run.series import Progress, Series, series_object
 
 from . import hostile
 from .events import Events
@@ -125,7 +124,7 @@ class _Attempt:
                 self._repeat()
         else:
             if not self.work.reports:
-                self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
+                self._at(halfway, lambda: self._progress(1))
             self._at(self.began + left, self._commit)
         if self.work.reports and fate != "stuck":
             self._go_on()
@@ -134,9 +133,7 @@ class _Attempt:
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
     def _start(self) -> None:
-        """Hold the event of the start. The other half of the runs has images that send it at once."""
-        if self._is_old:
-            return self._tell("started", resumed_step=int(self.work.saved))
+        """Hold the event of the start."""
         self.start = {**self._stamp(), "resumed_step": int(self.work.saved)}
         self._at(self.began + HELD_SECONDS, self._send_start)
 
@@ -162,17 +159,15 @@ class _Attempt:
         self._at(self.world.now + self.work.checkpoint_every, self._checkpoint)
 
     def _progress(self, step: int) -> None:
-        """Write the series with a further point, or send it: old images have no series."""
-        if self._is_old:
-            return self._tell("progress", step=step, total_steps=5000)
+        """Write the series with a further point."""
         if self.world.happens(self.world.faults.dropped):
             return self.world.fact("fault", what="dropped", run=self.run, attempt=self.number, type="progress")
         now = datetime.fromtimestamp(self.world.now, UTC)
-        about = {"run": self.run, "attempt": self.number, "sequence": self._stamp()["sequence"]}
         if self.series is None:
             self.series = Series(run=self.run, attempt=self.number, began=now, written=now)
-        self.series.add(Progress(**about, time=now, step=step, total_steps=5000))
-        self.world.fact("told", **about, type="progress", step=step)
+        self.series.add(Progress(attempt=self.number, time=now, step=step, total_steps=5000))
+        sequence = self._stamp()["sequence"]
+        self.world.fact("told", run=self.run, attempt=self.number, sequence=sequence, type="progress", step=step)
         name = series_object(self.run, self.number)
         self.trainer.storage.put(self.trainer.bucket, name, self.series.encoded(self.key))
 
@@ -233,11 +228,6 @@ class _Attempt:
         """End the process a moment after its last report."""
         delay = self.world.random.uniform(0.1, 4)
         self._at(self.world.now + delay, lambda: self.container.end(exit_code))
-
-    @property
-    def _is_old(self) -> bool:
-        """Every second run has an image from before 2026-11-24, which tells everything by events, each at once."""
-        return bool(int(self.run[-1], 16) % 2)
 
     def _stamp(self) -> dict[str, Any]:
         self.sequence = max(self.sequence + 1, int(self.world.now * 1000))

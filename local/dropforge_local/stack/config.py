@@ -33,7 +33,7 @@ class StackInfo:
     functions: str
     project: str
     environment: dict[str, str]
-    console: str = ""  # a stack of an earlier version has none
+    console: str
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def up(
     if info := running(state):
         return info
     state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o777 & ~PRIVATE)  # also the directory of an earlier version, whose files others could read
+    state.chmod(0o777 & ~PRIVATE)  # also a directory that existed before
     ports = _ports(state, http_port, grpc_port, functions_port, console_port)
     if foreground:
         from .main import run
@@ -141,7 +141,7 @@ def _spawn(command: list[str], log_path: Path) -> int:
 def _ports(state: Path, *requested: int) -> list[int]:
     """The requested ports; for a port 0, the port of the last start, so that earlier URLs still work."""
     path = state / "ports.json"
-    last = json.loads(path.read_text()) if path.exists() else []  # an earlier version kept fewer ports
+    last = json.loads(path.read_text()) if path.exists() else []
     return [port or before for port, before in zip_longest(requested, last, fillvalue=0)]
 
 

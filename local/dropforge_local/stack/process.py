@@ -428,8 +428,6 @@ def _port(address: str) -> int:
 
 def _secret(state: Path) -> str:
     path = state / "identity"
-    text = path.read_text() if path.exists() else ""
-    if "\n" not in text:  # no identity, or one of an older stack, whose secret the containers' tokens need
-        text = new_identity(text)
-        replace_file(path, text)
-    return text
+    if not path.exists():
+        replace_file(path, new_identity())
+    return path.read_text()

@@ -96,7 +96,7 @@ def test_a_stop_request_waits_until_the_clients_are_made(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("given", [True, False])
 def test_the_spec_is_read_from_the_bucket_only_if_it_did_not_come_with_the_token(given: bool, tmp_path: Path) -> None:
-    """The function `access` of an older version gives none, and a user's own bucket has no such function."""
+    """A user's own bucket has no function `access`."""
     document = json.loads(EXAMPLE.read_text())
     bucket = Memory()
     bucket.blob("runs/test-0123456789ab/spec.json").upload_from_string(

@@ -36,7 +36,8 @@ from containers.common.stop import Stopped, StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, NotFound, SpecProblem
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest
-from dropforge.run.events import JobEvent, Progress, Started, events_of, parse_job_event
+from dropforge.run.events import JobEvent, Started, events_of, parse_job_event
+from dropforge.run.series import Progress
 from dropforge.spec import parse_spec
 
 ENVIRONMENT = {
@@ -167,21 +168,25 @@ def test_secrets_are_taken_out_of_what_is_said() -> None:
 
 
 class Recorder(Reporter):
-    """A reporter that keeps the progress and sends none."""
+    """A reporter that keeps the progress and the events, and sends none."""
 
     def __init__(self) -> None:
         super().__init__(job(), Redactor(), Clients())
         self.sent: list[Progress] = []
+        self.events: list[JobEvent] = []
 
     def _keep(self, point: Progress) -> None:
         self.sent.append(point)
+
+    def _send(self, event: JobEvent) -> None:
+        self.events.append(event)
 
 
 def test_sequences_grow_even_within_a_millisecond() -> None:
     reporter, before = Recorder(), time.time()
     for step in range(50):
-        reporter.progress(step=step, total_steps=50)
-    sequences = [event.sequence for event in reporter.sent]
+        reporter.checkpointed(step, "gs://b/c")
+    sequences = [event.sequence for event in reporter.events]
     assert sequences == sorted(set(sequences))
     assert int(before * 1000) <= sequences[0] <= time.time() * 1000
 

@@ -133,14 +133,3 @@ def test_an_operation_shows_the_messages_that_it_keeps() -> None:
             assert told == SECONDS
 
     with_operations(work)
-
-
-def test_an_operation_of_an_older_stack_is_read() -> None:
-    body = {"@type": "type.googleapis.com/google.protobuf.Duration", "value": "90s"}
-    old = Operation(f"{PARENT}/operations/o1", 1.0, "create", THING, body, 2.0, body)
-    assert unpack(body, duration_pb2.Duration()) == SECONDS
-    shown = longrunning(old)
-    for part in (shown.metadata, shown.response):
-        told = duration_pb2.Duration()
-        assert part.Unpack(told)
-        assert told == SECONDS

@@ -90,7 +90,7 @@ def write(client: storage.Client, name: str, bucket: str = RUNS, **options: Any)
     [
         (FUNCTIONS, "access", "models/r/a", "runs/r/record.json"),
         (FUNCTIONS, "access", "checkpoints/r/a", "runs/open/r"),
-        (FUNCTIONS, "notify", "runs/r/record.json", "models/r/a"),
+        (FUNCTIONS, "teardown", "runs/r/record.json", "models/r/a"),
         (FUNCTIONS, "on_job_event", "runs/r/events/1.json", "runs/r/record.json"),
     ],
 )
@@ -285,7 +285,7 @@ def test_no_other_source_widens_the_token(at: Callable[..., storage.Client], bou
 
 def test_only_who_may_list_learns_that_an_object_is_missing(at: Callable[..., storage.Client]) -> None:
     with pytest.raises(NotFound):
-        at(FUNCTIONS, "notify").bucket(RUNS).blob("none").download_as_bytes(retry=None)
+        at(FUNCTIONS, "teardown").bucket(RUNS).blob("none").download_as_bytes(retry=None)
     with pytest.raises(Forbidden, match=r"storage\.objects\.get"):
         at(SERVER).bucket(DATA).blob("none").download_as_bytes(retry=None)
     with pytest.raises(Forbidden, match=r"storage\.objects\.list"):

@@ -43,12 +43,13 @@ def record(run: str, state: RunState, **fields: Any) -> Record:
     return Record(run=run, name="n", source="s", state=state, created=NOW - HOUR, history=history, **fields)
 
 
-def ledger(run: str, *entries: tuple[str, str]) -> bytes:
-    listed = [
+def failed(run: str, *entries: tuple[str, str]) -> bytes:
+    """The record of a failed run whose ledger has these resources, by kind and name."""
+    ledger = [
         LedgerEntry(kind=kind, name=name, attempt=1, state=ResourceState.CREATED, intended=NOW)
         for kind, name in entries
     ]
-    return json.dumps({"run": run, "entries": [json.loads(entry.model_dump_json()) for entry in listed]}).encode()
+    return record(run, RunState.FAILED, resources=ledger).model_dump_json().encode()
 
 
 class World:
@@ -106,57 +107,30 @@ def world() -> World:
     return World()
 
 
-FAILED = record(FORGER, RunState.FAILED).model_dump_json().encode()
-OF_THE_VICTIM = record(VICTIM, RunState.FAILED).model_dump_json().encode()
-
-
 @pytest.mark.parametrize(
     ("objects", "problem"),
     [
         (  # the review's first attack: a machine file that was a mark, whose name was a run
             {
                 "runs/open/machine/machine/y": b"",
-                "runs/machine/machine/y/record.json": record("machine/machine/y", RunState.FAILED)
-                .model_dump_json()
-                .encode(),
-                "runs/machine/machine/y/ledger.json": ledger("machine/machine/y", (JOB, job(VICTIM))),
+                "runs/machine/machine/y/record.json": failed("machine/machine/y", (JOB, job(VICTIM))),
             },
             "are not marks of runs",
         ),
-        (  # the second: a record that names another run, whose own ledger was then used
-            {names.open_object(FORGER): b"", names.record_object(FORGER): OF_THE_VICTIM},
+        (  # the second: a record that names another run
+            {names.open_object(FORGER): b"", names.record_object(FORGER): failed(VICTIM, (JOB, job(VICTIM)))},
             "expected the run in its name",
         ),
         (  # a ledger that names another run's resource
-            {
-                names.open_object(FORGER): b"",
-                names.record_object(FORGER): FAILED,
-                names.ledger_object(FORGER): ledger(FORGER, (JOB, job(VICTIM))),
-            },
+            {names.open_object(FORGER): b"", names.record_object(FORGER): failed(FORGER, (JOB, job(VICTIM)))},
             "is not deleted",
         ),
         (
-            {
-                names.open_object(FORGER): b"",
-                names.record_object(FORGER): FAILED,
-                names.ledger_object(FORGER): ledger(VICTIM, (JOB, job(VICTIM))),
-            },
-            "expected the run in its name",
-        ),
-        (
-            {
-                names.open_object(FORGER): b"",
-                names.record_object(FORGER): FAILED,
-                names.ledger_object(FORGER): ledger(FORGER, ("elsewhere/Kind", job(FORGER))),
-            },
+            {names.open_object(FORGER): b"", names.record_object(FORGER): failed(FORGER, ("other/Kind", job(FORGER)))},
             "no platform declares",
         ),
         ({names.open_object(FORGER): b"", names.record_object(FORGER): b'{"run": 1}'}, "not a record"),
         ({names.open_object(FORGER): b"", names.record_object(FORGER): b"\xff\x00" * 99}, "not a record"),
-        (
-            {names.open_object(FORGER): b"", names.record_object(FORGER): FAILED, names.ledger_object(FORGER): b"[]"},
-            "not a ledger",
-        ),
         ({names.open_object(FORGER): b"\xff", names.spec_object(FORGER): b"{}"}, "utf-8"),
     ],
 )
@@ -169,7 +143,7 @@ def test_a_forged_object_is_a_finding_and_stops_nothing(world: World, objects: d
 
     assert world.deleted == [service(EXPIRED)], "only the endpoint past its ttl is deleted"
     assert any(problem in found for found in swept.problems), swept.problems
-    for name in (names.record_object(VICTIM), names.ledger_object(VICTIM), names.open_object(VICTIM)):
+    for name in (names.record_object(VICTIM), names.open_object(VICTIM)):
         assert world.storage.objects[name] == before[name]
 
 

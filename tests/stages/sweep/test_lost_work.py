@@ -139,10 +139,10 @@ class World:
     def add_served(self, **fields: Any) -> Record:
         """Store a run that has succeeded and whose endpoint, by default, expires in an hour."""
         trained = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW)
-        stored = self.add_finished(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
+        self.add_finished(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
         self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
         self.cloud.add(SERVICE)
-        return stored
+        return self.store.record(RUN)
 
     def settle(self, live: frozenset[str] | None = frozenset(), now: datetime = NOW) -> None:
         settle(self.context, self.store.record(RUN), frozenset(self.cloud), live, now)

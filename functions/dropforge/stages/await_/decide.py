@@ -21,10 +21,8 @@ BELIEVE_SECONDS = 60.0  # how long a container that reported its end may still r
 AGREE_SECONDS = 1.0  # between the first looks until the cloud agrees; REPORT_SECONDS between later looks
 REORDER_SECONDS = 5.0  # events that were published in another order arrive within this time
 SEE_LOG = "see the container's log"
-# Decisive events are rare, checkpoints are frequent, and so is the progress that images from before 2026-11-24 send as
-# events. `inspect` reads only decisive events and a few of the others.
+# Decisive events are rare, checkpoints are frequent: `inspect` reads all of the former and a few of the latter.
 DECISIVE = ("started", "succeeded", "failed", "preempted")
-PROGRESS = ("progress", "checkpoint")
 MOST_REPORTS = 50  # the first and the last that are read: a container may publish as many as it likes
 
 
@@ -37,7 +35,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """The reports of an attempt: decisive events by sequence, names and times of the other events, and its series."""
+    """The reports of an attempt: decisive events by sequence, names and times of those of checkpoints, its series."""
 
     reports: list[Report] = field(default_factory=list)
     progress: list[tuple[str, datetime]] = field(default_factory=list)
@@ -91,7 +89,7 @@ def hear(store: RunStore, run: str, attempt: int) -> Heard:
         kind = name.removesuffix(".json").rpartition("-")[2]
         if kind in DECISIVE:
             decisive.append((name, received))
-        elif kind in PROGRESS:
+        elif kind == "checkpoint":
             progress.append((name, received))
     first, last = decisive[:MOST_REPORTS], decisive[MOST_REPORTS:][-MOST_REPORTS:]
     reports = [

@@ -15,7 +15,7 @@ from dropforge.context import Context
 from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
-from dropforge.run.events import Checkpointed, Progress, read_job_events
+from dropforge.run.events import Checkpointed, read_job_events
 from dropforge.run.record import MAX_REASON, Notice, Outcome, Record, RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
@@ -171,7 +171,7 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
 def _step(store: RunStore, run: str, progress: list[str]) -> int:
     """The optimiser step in the last of these events; 0 without events."""
     events = read_job_events(store.read(progress[-1]).data, run) if progress else []
-    return next((event.step for event in events if isinstance(event, Progress | Checkpointed)), 0)
+    return next((event.step for event in events if isinstance(event, Checkpointed)), 0)
 
 
 def _failed(

@@ -13,7 +13,7 @@ from dropforge.run.events import MAX_JOB_EVENT_BYTES, JobEvent, parse_job_event
 from dropforge.run.proof import EVENT_NAME, is_proved
 from dropforge.run.record import Record
 
-# Events that change what the workflow does next. Progress and checkpoints are only kept.
+# Events that change what the workflow does next. Checkpoints are only kept.
 WAKING = frozenset({"started", "succeeded", "failed", "preempted"})
 
 

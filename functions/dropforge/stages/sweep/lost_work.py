@@ -20,7 +20,7 @@ from dropforge.money import due_of_budget
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import launch_of
 from dropforge.run.record import END_TOLD, Notice, Record, RunState
-from dropforge.stages.notify import notify
+from dropforge.stages.ending import finish
 from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
 from dropforge.tell.everybody import tell, tell_unstarted, warn
 
@@ -225,7 +225,7 @@ def _tell_end(context: Context, record: Record, live: frozenset[str]) -> bool:
         return True
     message = "an end that may not have been announced"
     context.log(message, stage="sweep", run=record.run, severity="WARNING", state=record.state)
-    if notify(context, record.run, execution, record.state, record.error).status != "NOTIFIED":
+    if not finish(context, context.store.record(record.run)):
         return False
     context.store.update(record.run, lambda latest: latest.with_notice(END_TOLD))
     return True

@@ -7,11 +7,12 @@ is created for the attempt, so a listed resource whose attempt is not in the rec
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError
+from dropforge.base.errors import CloudError, NotFound
 from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
@@ -144,7 +145,8 @@ def _delete(context: Context, resource: Listed) -> bool | str:
     try:
         if not delete_resource(context, resource.run, resource.kind, resource.name):
             return False
-        context.store.note(resource.run, [resource.name], ResourceState.GONE)
+        with suppress(NotFound):  # a resource of no run is in no ledger
+            context.store.note(resource.run, [resource.name], ResourceState.GONE)
         return True
     except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other deletions
         message = error.message if isinstance(error, CloudError) else cut(repr(error), 500)

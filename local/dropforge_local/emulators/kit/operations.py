@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.longrunning import operations_pb2
-from google.protobuf import any_pb2, empty_pb2, json_format
+from google.protobuf import any_pb2, empty_pb2
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
@@ -220,8 +220,6 @@ def unpack(body: Json, message: Any) -> Any:
 
 
 def _any(body: Json) -> any_pb2.Any:
-    if "@type" in body:  # a stack from before 2026-11-28 wrote it
-        return json_format.ParseDict(body, any_pb2.Any())
     return any_pb2.Any(type_url=body["type"], value=base64.b64decode(body["bytes"]))
 
 

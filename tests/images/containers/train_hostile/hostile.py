@@ -105,15 +105,11 @@ def objects(victim: str) -> Iterator[Try]:
 
 def written(victim: str, runs: Any) -> Iterator[Try]:
     """What only the control plane writes, in every way to write."""
-    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", f"keys/{victim}", f"keys/{RUN}"]
+    keys = [f"keys/days/{datetime.now(UTC):%Y-%m-%d}", "keys/own"]
     names = [
-        *(
-            f"runs/{victim}/{name}"
-            for name in ("record.json", "ledger.json", "spec.json", "report.json", "errors.json")
-        ),
+        *(f"runs/{victim}/{name}.json" for name in ("record", "spec", "report", "errors")),
         f"runs/{victim}/events/0001-000000000000001-failed.json",
         f"runs/{RUN}/record.json",
-        f"runs/{RUN}/ledger.json",
         f"runs/open/{RUN}",
         "runs/open/machine/machine/y",
         f"runs/{victim}/machine/attempt-1/status.json",

@@ -242,7 +242,7 @@ def finish(exact_match: float = 0.9, copies: int = 1) -> int:
 
 
 def repeat() -> int:
-    """Every event thrice, and that of the start at once, as images from before 2026-11-27 send it."""
+    """Every event thrice, and that of the start by itself."""
     publish("started", copies=3)
     return finish(copies=3)
 
@@ -251,8 +251,8 @@ def backwards() -> int:
     """The last event first."""
     commit(0.9)
     publish("succeeded", manifest_uri=uri())
-    publish("progress", step=2, total_steps=2, loss=1.0)  # as images from before 2026-11-24 send it
-    publish("progress", step=1, total_steps=2, loss=2.0)
+    publish("checkpoint", step=2, uri="gs://noop/2")
+    publish("checkpoint", step=1, uri="gs://noop/1")
     progress(2.0, 1.0)
     publish("started")
     return 0
