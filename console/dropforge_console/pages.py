@@ -26,6 +26,7 @@ from dropforge.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.run.standstill import unusual
 from dropforge.run.summary import Summary
 from dropforge.spec import job_spec_schema
 from dropforge.spec.machine import GIB
@@ -176,6 +177,8 @@ class Pages:
         ledger = record.resources if record.resources is not None else self._reader.store.ledger_of(record).entries
         latest = next((event for event in reversed(journal.progress) if event.attempt == record.attempt), None)
         shown = record.state in (RunState.SUCCEEDED, RunState.DEPLOYING, RunState.TEARING_DOWN)
+        kept = journal.series.get(record.attempt)
+        stands = unusual(record, kept, journal.starts, latest, spec.limits, now) if spec else None
         return Content(
             "run.html",
             here="",
@@ -187,7 +190,8 @@ class Pages:
             labels=views.labels(spec.labels if spec else {}),
             can_cancel=_can_cancel(run, now),
             problems=[SpecProblem(**_fields(problem)) for problem in record.problems],
-            figures=views.figures(run, latest, now),
+            figures=views.figures(run, latest, stands, now),
+            stands=stands,
             latest=latest,
             percent=views.percent(record, latest),
             has_progress=bool(journal.progress),

@@ -136,8 +136,11 @@ class Deployed:
         name = names.event_object(event.run, event.attempt, event.sequence, event.type)
         self.store.put_new(name, event.model_dump_json().encode())
 
-    def series(self, series: Series) -> None:
-        self.store.write(series_object(series.run, series.attempt), series.encoded(""), 0, "application/gzip")
+    def series(self, series: Series, *, replaces: bool = False) -> None:
+        """Put a series into the bucket. `replaces`: there is one already."""
+        name = series_object(series.run, series.attempt)
+        generation = self.store.read(name).generation if replaces else 0
+        self.store.write(name, series.encoded(""), generation, "application/gzip")
 
     def ledger(self, run: str, *entries: LedgerEntry) -> None:
         self.store.put_new(names.ledger_object(run), Ledger(run=run, entries=list(entries)).model_dump_json().encode())
