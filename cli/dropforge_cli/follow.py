@@ -17,10 +17,12 @@ from rich.text import Text
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.errors import Malformed, NotFound
 from dropforge.base.figures import duration
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Started, read_job_events
 from dropforge.run.record import Record, RunState
-from dropforge.run.series import Progress, SeriesReader
+from dropforge.run.series import Kept, Progress, SeriesReader
+from dropforge.run.standstill import Standstill, unusual
 from dropforge.run.store import RunStore
 
 from .deployment import Deployment
@@ -34,11 +36,15 @@ LINES_PER_TRAINING = 10  # progress lines without a terminal
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot."""
+    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot.
+
+    `standstill` is there while the current attempt trains without progress for an unusual time.
+    """
 
     record: Record
     progress: Progress | None = None
     events: list[JobEvent] = field(default_factory=list)
+    standstill: Standstill | None = None
 
 
 class Follower:
@@ -47,6 +53,7 @@ class Follower:
     def __init__(self, store: RunStore, run: str) -> None:
         self.store = store
         self.run = run
+        self._starts: list[Started] = []
         self._series: dict[int, SeriesReader] = {}
         self._last = names.events_prefix(run)
 
@@ -57,13 +64,25 @@ class Follower:
             return None
         if not record.attempts:
             return Snapshot(record)
-        return Snapshot(record, self._progress(record.attempt), self._new_events())
+        kept, events = self._kept(record.attempt), self._new_events()
+        self._starts += [event for event in events if isinstance(event, Started)]
+        progress = kept.series.latest() if kept else None
+        return Snapshot(record, progress, events, self._standstill(record, kept))
 
-    def _progress(self, attempt: int) -> Progress | None:
-        """Return the last point of the attempt's series. Only functions can check the series' proof."""
+    def _standstill(self, record: Record, kept: Kept | None) -> Standstill | None:
+        """Return an unusual standstill; None also for a spec that this version cannot read."""
+        if record.state is not RunState.TRAINING:
+            return None
+        try:
+            limits = self.store.spec(self.run).limits
+        except (NotFound, Malformed):
+            return None
+        return unusual(record, kept, self._starts, limits, utc_now())
+
+    def _kept(self, attempt: int) -> Kept | None:
+        """Return the series of an attempt. Only functions can check its proof."""
         reader = self._series.setdefault(attempt, self.store.series_reader(self.run, attempt))
-        kept = reader.read()
-        return kept.series.latest() if kept else None
+        return reader.read()
 
     def _new_events(self) -> list[JobEvent]:
         """Return new events in order. Names grow with attempt and sequence, so the list starts after the last name."""
@@ -139,6 +158,7 @@ class LineDisplay:
         self._seconds = 0.0
         self._tenth = -1
         self._wait = ""
+        self._stands: tuple[int | None, bool] | None = None
 
     def show(self, snapshot: Snapshot) -> None:
         record = snapshot.record
@@ -153,6 +173,14 @@ class LineDisplay:
             self._wait = wait
             if wait:
                 self._print((utc_now() - record.created).total_seconds(), wait)
+        self._show_standstill(record, snapshot.standstill)
+
+    def _show_standstill(self, record: Record, found: Standstill | None) -> None:
+        """Print a standstill when it becomes long, and when it becomes stuck."""
+        stands = (found.step, found.is_stuck) if found else None
+        if found is not None and stands != self._stands:
+            self._print((utc_now() - record.created).total_seconds(), found.verdict)
+        self._stands = stands
 
     def _print(self, seconds: float, text: str) -> None:
         """Print a line. The seconds never decrease: the series comes a moment after events of the same time."""
@@ -216,7 +244,9 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
     if wait := describe_wait(record):
         parts.append(Text(wait))
     if snapshot.progress is not None and record.state is RunState.TRAINING:
-        parts.append(bar(snapshot.progress))
+        parts.append(bar(snapshot.progress, snapshot.standstill))
+    if snapshot.standstill is not None:
+        parts.append(Text(describe_standstill(record, snapshot.standstill), "yellow"))
     return Group(*parts)
 
 
@@ -233,22 +263,32 @@ def describe_wait(record: Record) -> str:
     return "its machine runs; the container has not reported its start" if record.attempts[-1].seen else ""
 
 
-def bar(progress: Progress) -> Table:
+def describe_standstill(record: Record, found: Standstill) -> str:
+    """Return what is unusual about a training without progress, and what people can do."""
+    return (
+        f"{found.verdict}\nhint: `dropforge logs {record.run}` shows its log; `dropforge cancel {record.run}` ends it"
+    )
+
+
+def bar(progress: Progress, found: Standstill | None) -> Table:
     """Return a progress bar, and its text below it: both fit 80 columns."""
     rows = Table.grid()
     rows.add_row(ProgressBar(float(max(1, progress.total_steps)), float(progress.step), BAR_WIDTH))
-    rows.add_row(Text(describe_progress(progress)))
+    rows.add_row(Text(describe_progress(progress, is_over=found is not None)))
     return rows
 
 
-def describe_progress(progress: Progress) -> str:
-    """Return text like `step 40 of 160, loss 1.234, 5,210 tokens/s, 12.0 s left`."""
+def describe_progress(progress: Progress, *, is_over: bool = False) -> str:
+    """Return text like `step 40 of 160, loss 1.234, 5,210 tokens/s, 12.0 s left`.
+
+    `is_over`: the time that was left when the training reported says nothing now.
+    """
     parts = [f"step {progress.step} of {progress.total_steps}"]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4g}")
     if progress.tokens_per_second is not None:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.eta_seconds is not None:
+    if progress.eta_seconds is not None and progress.step < progress.total_steps and not is_over:
         parts.append(f"{duration(progress.eta_seconds)} left")
     return ", ".join(parts)
 

@@ -26,7 +26,7 @@ from .deployment import Deployment, connect
 from .display import counted, fitting, joined, stderr, stdout, table, titled, working
 from .dropped import is_dropped
 from .endpoints import endpoint_json, named_json, named_of
-from .follow import Follower, Snapshot, bar, describe_wait, snapshots, watch
+from .follow import Follower, Snapshot, bar, describe_standstill, describe_wait, snapshots, watch
 from .listing import FIELDS, Filter, columns, in_order
 from .options import Label, json_option, latest_argument, run_argument, since_option, state_option
 from .plain import echo, echo_json
@@ -259,7 +259,9 @@ def show(snapshot: Snapshot, named: list[EndpointRecord], ledger: Ledger, out: C
             joined("", [f"{state.lower()} {duration(length)}" for state, length in spent.items()], out), soft_wrap=True
         )
     if snapshot.progress is not None and record.state is RunState.TRAINING:
-        out.print(bar(snapshot.progress))
+        out.print(bar(snapshot.progress, snapshot.standstill))
+    if snapshot.standstill is not None:
+        out.print(describe_standstill(record, snapshot.standstill), style="yellow", soft_wrap=True)
     _show_attempts(record, now, out)
     show_result(record, named, now, out, is_local=is_local)
     if ledger.entries:

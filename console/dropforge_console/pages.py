@@ -26,6 +26,7 @@ from dropforge.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.run.record import LedgerEntry, RunState
+from dropforge.run.standstill import unusual
 from dropforge.run.summary import Summary
 from dropforge.spec import job_spec_schema
 from dropforge.spec.machine import GIB
@@ -175,6 +176,8 @@ class Pages:
         older = self._reader.journal(before.record.run).progress if before else []
         latest = next((event for event in reversed(journal.progress) if event.attempt == record.attempt), None)
         shown = record.state in (RunState.SUCCEEDED, RunState.DEPLOYING, RunState.TEARING_DOWN)
+        kept = journal.series.get(record.attempt)
+        stands = unusual(record, kept, journal.starts, spec.limits, now) if spec else None
         return Content(
             "run.html",
             here="",
@@ -186,7 +189,8 @@ class Pages:
             labels=views.labels(spec.labels if spec else {}),
             can_cancel=_can_cancel(run, now),
             problems=[SpecProblem(**_fields(problem)) for problem in record.problems],
-            figures=views.figures(run, latest, now),
+            figures=views.figures(run, latest, stands, now),
+            stands=stands,
             latest=latest,
             percent=views.percent(record, latest),
             has_progress=bool(journal.progress),

@@ -16,6 +16,7 @@ from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, Resourc
 from dropforge.run.series import Progress
 from dropforge.run.spans import Span as TraceSpan
 from dropforge.run.spans import in_order
+from dropforge.run.standstill import Standstill
 from dropforge.run.summary import Served, Summary
 from dropforge.spec import JobSpec
 from dropforge.traffic import Traffic
@@ -162,12 +163,13 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-def figures(run: Run, latest: Progress | None, now: datetime) -> list[Figure]:
-    """Return the numbers that say most about a run at this moment."""
+def figures(run: Run, latest: Progress | None, stands: Standstill | None, now: datetime) -> list[Figure]:
+    """Return the numbers that say most about a run at this moment. `stands`: it makes no progress for long."""
     record, spec = run
     shown = []
     if latest is not None:
-        left = f" · {duration(latest.eta_seconds)} left" if latest.eta_seconds and not record.state.is_terminal else ""
+        is_over = record.state is not RunState.TRAINING or stands is not None or latest.step >= latest.total_steps
+        left = f" · {duration(latest.eta_seconds)} left" if latest.eta_seconds and not is_over else ""
         shown = [
             Figure("Progress", f"{latest.step:,}", f"of {latest.total_steps:,} steps{left}"),
             Figure("Training loss", _known(latest.loss)),

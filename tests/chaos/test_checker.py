@@ -246,6 +246,20 @@ def stuck() -> Story:
     return story
 
 
+def hung() -> Story:
+    """An attempt that hangs between two steps, and ends as stuck long before its stuck_after."""
+    story = Story()
+    story.begin({"max_duration": "2h", "stuck_after": "1h", "on_stuck": "fail"}, 7000)
+    for sequence, step in enumerate((3, 7, 9)):
+        story.add("told", after=100, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
+        name = f"models/{RUN}/series/attempt-1.json.gz"
+        story.add("write", bucket="b", name=name, generation=1, replaced=sequence, content=None)
+    story.add("tick", after=620)
+    story.notice("stuck-a1")
+    story.fail("stuck", exit_code=None)
+    return story
+
+
 def cancelled() -> Story:
     """A cancel before the first attempt."""
     story = Story()
@@ -271,7 +285,7 @@ def rejected() -> Story:
     return story
 
 
-@pytest.mark.parametrize("story", [served, warned, stopped, stuck, cancelled, rejected])
+@pytest.mark.parametrize("story", [served, warned, stopped, stuck, hung, cancelled, rejected])
 def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
     assert check(story().history()) == []
 
@@ -514,6 +528,21 @@ def _no_stuck_notice(story: Story) -> None:
     _fail_with_code_error(story)
 
 
+def _stuck_notice_at_stuck_after(story: Story) -> None:
+    """Four times the longest step have passed, and ten minutes."""
+    _delay(story, _index(story, "tick"), 2900)
+
+
+def _stuck_notice_before_ten_minutes(story: Story) -> None:
+    _delay(story, _index(story, "tick"), -200)
+
+
+def _stuck_notice_while_it_loads(story: Story) -> None:
+    """One point of the series measures no step."""
+    points = [fact for fact in story.facts if str(fact.data.get("name")).endswith("attempt-1.json.gz")]
+    story.facts = [fact for fact in story.facts if fact not in points[1:]]
+
+
 def _stuck_attempt_continues(story: Story) -> None:
     _delay(story, _index(story, "ended"), 900)
     _fail_with_code_error(story)
@@ -524,7 +553,9 @@ def _stuck_notice_despite_progress(story: Story) -> None:
 
 
 def _stuck_attempt_ended_against_the_spec(story: Story) -> None:
-    _alter(story, "dropped", 0, spec=SPEC | {"limits": {"max_duration": "1h", "stuck_after": "5m"}})
+    _alter(
+        story, "dropped", 0, spec=SPEC | {"limits": {"max_duration": "1h", "stuck_after": "5m", "on_stuck": "notify"}}
+    )
 
 
 def _limit_without_teardown(story: Story) -> None:
@@ -643,6 +674,10 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("limits_end_in_order", stopped, _limit_without_teardown),
     ("stuck_is_told", stuck, _no_stuck_notice),
     ("stuck_is_told", stuck, _stuck_attempt_continues),
+    ("stuck_is_told", hung, _no_stuck_notice),
+    ("stuck_is_told", hung, _stuck_notice_at_stuck_after),
+    ("stuck_is_told", hung, _stuck_notice_before_ten_minutes),
+    ("stuck_is_told", hung, _stuck_notice_while_it_loads),
     ("stuck_is_told", stuck, _stuck_notice_despite_progress),
     ("stuck_is_told", stuck, _stuck_attempt_ended_against_the_spec),
     ("endpoint_lives", served, _endpoint_ends_too_early),

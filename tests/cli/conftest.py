@@ -136,11 +136,12 @@ class Deployed:
         name = names.event_object(event.run, event.attempt, event.sequence, event.type)
         self.store.put_new(name, event.model_dump_json().encode())
 
-    def series(self, run: str, *points: Progress) -> None:
-        """Put the series of an attempt with these points into the bucket."""
+    def series(self, run: str, *points: Progress, quiet_seconds: float = 0) -> None:
+        """Put the series of an attempt with these points into the bucket, written so long after the last point."""
         series = Series(run=run, attempt=points[0].attempt, began=CREATED, written=CREATED)
         for point in points:
             series.add(point)
+        series.written += timedelta(seconds=quiet_seconds)
         self.store.replace(series_object(series.run, series.attempt), series.encoded(""))
 
     def ledger(self, run: str, *entries: LedgerEntry) -> None:

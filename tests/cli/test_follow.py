@@ -16,6 +16,7 @@ from dropforge.base.figures import age, duration, number, usd
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Started, Succeeded
 from dropforge.run.record import Record, RunError, RunState
 from dropforge.run.series import Progress
+from dropforge.run.standstill import Standstill
 from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
 from dropforge_cli.display import joined
@@ -152,6 +153,57 @@ def _printed(what: object) -> str:
     out = io.StringIO()
     Console(file=out, width=200).print(what)
     return out.getvalue()
+
+
+def test_a_training_without_progress_says_so_instead_of_the_time_that_was_left(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    deployed.spec(RUN, limits={"stuck_after": "1h"})
+    shown = []
+    for seconds, last in ((30, 20), (240, 20), (720, 20), (720, 40)):
+        deployed.series(RUN, *map(progress, range(1, last + 1)), quiet_seconds=seconds)
+        snapshot = Follower(deployed.store, RUN).snapshot()
+        assert snapshot is not None
+        shown.append(_printed(render(snapshot, CREATED)))
+        assert ("no progress" in deployed.run("status", RUN).output) is (seconds > 60)
+    assert "20.0 s left" in shown[0]
+    assert "no progress" not in shown[0]
+    assert "no progress for 4 min at step 20 of 40; a step usually takes 1.0 s; it counts as stuck after" in shown[1]
+    assert "stuck: no progress for 12 min at step 20 of 40; a step usually takes 1.0 s" in shown[2]
+    assert "no progress for 12 min after the last step, 40 of 40; it evaluates and exports" in shown[3]
+    assert f"`dropforge logs {RUN}`" in shown[3]
+    assert not any(" left" in text for text in shown[1:])
+
+
+def test_the_last_step_leaves_no_time(deployed: Deployed) -> None:
+    """What follows, evaluation and export, takes a time that nobody knows."""
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    deployed.spec(RUN)
+    deployed.series(RUN, progress(40))
+    output = deployed.run("status", RUN).output
+    assert "step 40 of 40" in output
+    assert "left" not in output
+
+
+def test_a_pipe_gets_a_line_when_the_training_stands_still_and_when_it_is_stuck(deployed: Deployed) -> None:
+    record = deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=200))
+    for seconds in (70, 80, 600, 610):
+        display.show(Snapshot(record, standstill=Standstill(seconds, 60, 600, 20, 40, 1.0)))
+    display.show(Snapshot(record))
+    display.show(Snapshot(record, standstill=Standstill(65, 60, 600, 20, 40, 1.0)))
+    lines = [line.split(" s  ", 1)[1] for line in out.getvalue().splitlines() if "no progress" in line]
+    assert [line.split(" at ")[0] for line in lines] == [
+        "no progress for 70.0 s",
+        "stuck: no progress for 10 min",
+        "no progress for 65.0 s",
+    ]
+
+
+def test_a_spec_that_cannot_be_read_gives_no_verdict(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    deployed.series(RUN, *map(progress, range(1, 21)), quiet_seconds=720)
+    assert "no progress" not in deployed.run("status", RUN).output
 
 
 def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:

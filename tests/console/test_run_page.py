@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -12,6 +13,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.run.record import Attempt, LedgerEntry, ResourceState, RunError, RunState
+from dropforge.run.series import Series, write_series
 from dropforge.run.spans import in_order, read_steps, spans_of
 from dropforge.run.store import RunStore
 from dropforge_console import views
@@ -69,6 +71,26 @@ def deployed() -> Deployed:
     deployed.add(record((RunState.TRAINING, -60), (RunState.SUCCEEDED, -10), run=OTHER, **earlier), SPEC)
     deployed.report(OTHER, 1, points(at(-40), 20, loss=3.0))
     return deployed
+
+
+@pytest.mark.parametrize(("minutes", "text"), [(0.5, ""), (4, "no progress for 4 min"), (12, "stuck: no progress for")])
+def test_the_page_of_a_training_without_progress_says_so(tmp_path: Path, minutes: float, text: str) -> None:
+    """Instead of the time that was left when the training last told it."""
+    deployed = Deployed()  # the present time: the bucket notes when it receives the series
+    now = record((RunState.ACCEPTED, 0), (RunState.TRAINING, 9), run=RUN, attempts=[attempt(1, running=at(9))])
+    deployed.add(now, SPEC)
+    series = Series(run=RUN, attempt=1, began=at(9), written=at(9))
+    for point in points(at(10), 20):
+        fast = {"time": at(10 + point.step / 60), "total_steps": 30, "eta_seconds": 10.0}
+        series.add(point.model_copy(update=fast))
+    series.written += timedelta(minutes=minutes)
+    write_series(deployed.storage, "runs", series, "", 0)
+    with deployed.opened(tmp_path) as client:
+        page = client.get(f"/runs/{RUN}").text
+    assert ("No progress</h2>" in page) is bool(text)
+    assert ("10.0 s left" in page) is not bool(text)
+    assert text in page
+    assert f"dropforge logs {RUN}" in page
 
 
 def test_the_page_has_every_span_of_the_trace_that_is_sent(deployed: Deployed, tmp_path: Path) -> None:

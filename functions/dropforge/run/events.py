@@ -10,7 +10,7 @@ import base64
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -46,6 +46,11 @@ class JobEventBase(Event):
     attempt: int = Field(ge=1, le=1000)
     sequence: Sequence
     time: datetime
+
+    @property
+    def at(self) -> datetime:
+        """`time`, in UTC if the container gave no time zone."""
+        return self.time if self.time.tzinfo else self.time.replace(tzinfo=UTC)
 
 
 class Started(JobEventBase):

@@ -166,6 +166,10 @@ class Series(BaseModel):
         """When a point was measured, by the trainer's clock."""
         return self.began + timedelta(seconds=self.seconds[index])
 
+    def changes(self) -> list[int]:
+        """The points whose step is another than that of the point before: the same step again is no progress."""
+        return [index for index, step in enumerate(self.step) if index == 0 or step != self.step[index - 1]]
+
     @property
     def last(self) -> datetime | None:
         """When the last point was measured; None without points."""
@@ -221,10 +225,9 @@ class Kept(NamedTuple):
     received: datetime
 
     def advanced(self) -> datetime | None:
-        """When training first reached its highest step, by the bucket's clock; None without points."""
-        if not self.series.step:
-            return None
-        return self.received_at(self.series.step.index(max(self.series.step)))
+        """When training reached its present step, by the bucket's clock; None without points."""
+        changes = self.series.changes()
+        return self.received_at(changes[-1]) if changes else None
 
     def received_at(self, index: int) -> datetime:
         """When a point was measured, by the bucket's clock; never later than `received`."""

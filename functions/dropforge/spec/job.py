@@ -363,7 +363,7 @@ class Retry(Part):
         "with the first.",
     )
     transient: Retries = Field(default=3, description="A service failed for a moment.")
-    stuck: Retries = Field(default=2, description="The attempt was stuck, and on_stuck is 'restart'.")
+    stuck: Retries = Field(default=1, description="The attempt was stuck, and on_stuck is 'restart'.")
     out_of_memory: Retries = Field(default=0, description="The container needed more memory than the machine has.")
     code: Retries = Field(default=0, description="The training failed for another reason.")
 
@@ -381,12 +381,14 @@ class Limits(Part):
     retry: Retry = Field(default=Retry(), description="How often a new attempt follows each class of failure.")
     stuck_after: Duration = Field(
         default="1h",
-        description="The time without progress after which an attempt is stuck. It must be longer than the loading of "
-        "model and data.",
+        description="The longest time without progress. It must be longer than the loading of model and data, and than "
+        "evaluation and export after the last step. Between two steps, an attempt is stuck earlier: after four times "
+        "the longest time between two of its reports, but at least 10 minutes and a sixth of `stuck_after`.",
     )
     on_stuck: Literal["notify", "restart", "fail"] = Field(
-        default="notify",
-        description="What follows `stuck_after` without progress: a notice, a new attempt, or the end of the run.",
+        default="restart",
+        description="What follows for a stuck attempt: a notice, a new attempt as `retry.stuck` allows, or the end of "
+        "the run. Every case sends the notice.",
     )
 
 

@@ -18,6 +18,7 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 CHECK_SECONDS = 300.0  # Settings.check_interval_seconds
 SWEEP_SECONDS = 600.0  # of the scheduler that calls it
 SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after the request
+POINT = "point"  # of a series: progress that no event tells
 CALL_FAULTS = frozenset({"refused", "lost", "late", "killed"})
 LISTS = {"dropped": "dropped", "forged": "forged", "cancel": "cancels", "told": "job_events"}  # of a Life, by fact
 _DISK = "compute.googleapis.com/Disk"
@@ -125,7 +126,7 @@ class Life:
     cancels: list[At] = field(default_factory=list)
     intents: list[At] = field(default_factory=list)  # cancel marks, written before the record existed
     job_events: list[At] = field(default_factory=list)
-    received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event
+    received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event, and of each point
     manifests: list[At] = field(default_factory=list)
     completions: list[At] = field(default_factory=list)  # of every run: what answered a completion, by URL
     silenced: set[int] = field(default_factory=set)  # attempts whose container could not report its end
@@ -305,9 +306,7 @@ class _Reader:
             self.lives[parts[1]].manifests.append(At(here.index, here.time, here.value["content"]))
         elif parts[0] == "models" and parts[2] == "series" and self.forged != here.index - 1:
             told = self.lives[parts[1]].job_events[-1].value
-            self.lives[parts[1]].received.append(
-                At(here.index, here.time, (told["attempt"], told["sequence"], "progress"))
-            )
+            self.lives[parts[1]].received.append(At(here.index, here.time, (told["attempt"], told["sequence"], POINT)))
         elif len(parts) == 3 and parts[0] == "runs":
             content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":

@@ -17,7 +17,7 @@ from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, TERMINAL, At, Li
 _GAVE_UP = re.compile(
     r'the workflow failed; {.*"tags":\["(HttpError|ConnectionError|ConnectionFailedError|TimeoutError)"'
 )
-RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 2}
+RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 1}
 CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 30 s at most
 START_SECONDS = 1200.0  # the default of startup_timeout
 FUNCTION_SECONDS = 540.0  # the time-out of a function
@@ -121,7 +121,7 @@ def retries_are_counted(life: Life) -> Iterator[tuple[float, str]]:
         return
     limits, attempts = life.spec["limits"], life.last.get("attempts", [])
     allowed = RETRIES | limits.get("retry", {})
-    if limits.get("on_stuck", "notify") != "restart":
+    if limits.get("on_stuck", "restart") != "restart":
         allowed["stuck"] = 0
     ended: Counter[str] = Counter()
     for attempt in attempts:

@@ -1,4 +1,7 @@
-"""The rule about attempts without progress. It reads when job events were published and when they were received."""
+"""The rule about attempts without progress. It reads when job events were published and when they were received.
+
+It knows the limits of run/standstill.py in its own way: from what the trainers have told, not from the series.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,22 @@ from itertools import pairwise
 from typing import Any
 
 from .limits import training_uses
-from .lives import CHECK_SECONDS, SLACK_SECONDS, Life, duration_of, seconds_of
+from .lives import CHECK_SECONDS, POINT, SLACK_SECONDS, Life, duration_of, seconds_of
 
-PROGRESS = frozenset({"progress", "checkpoint"})
+PROGRESS = frozenset({"progress", "checkpoint", POINT})
+LEAST_SECONDS, LEAST_SHARE, TIMES = 600.0, 1 / 6, 4  # at least, also as a share of stuck_after; times the longest gap
 _POD = "k8s.io/Pod"
 
 
 def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
-    """An attempt without progress for stuck_after is reported once, and ended if the spec says so. No other attempt is.
+    """An attempt without progress is reported once, and ended if the spec says so. No other attempt is.
 
-    Progress is a step beyond all received steps, or any other report of the attempt. The end says why, so it does not
-    wait for a warning that the channels refused.
+    It may last stuck_after, or less between two points of its series. Progress is a step beyond all known steps, or any
+    other report of the attempt. The end says why, so it does not wait for a warning that the channels refused.
     """
     if not life.valid:
         return
-    policy = life.spec["limits"].get("on_stuck", "notify")
+    policy = life.spec["limits"].get("on_stuck", "restart")
     for attempt in life.last.get("attempts", []):
         number, error_class = attempt["number"], (attempt["error"] or {}).get("error_class")
         sent = _first_sent(life, f"stuck-a{number}")
@@ -74,9 +78,41 @@ def _signs(life: Life, number: int) -> list[float]:
     return [*sorted(signs), min(use.until for use in uses)]
 
 
+def _least(life: Life, number: int, until: float) -> float:
+    """The shortest time after which the attempt may be stuck, by what it has told until then."""
+    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
+    is_measured = len(_points(life, number, 0.0, until)) > 1
+    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after)) if is_measured else after
+
+
+def _most(life: Life, number: int, since: float) -> float:
+    """The longest time for which the attempt may make no progress from its sign at `since`, before it is stuck.
+
+    It is stuck_after until its series has two points after its start, or after it has started again.
+    """
+    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
+    starts = [e.time for e in life.received if e.value[0] == number and e.value[2] not in PROGRESS and e.time <= since]
+    if len(_points(life, number, max(starts, default=0.0), since)) < 2:
+        return after
+    longest = max(later - earlier for earlier, later in pairwise(_points(life, number, 0.0, since)))
+    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after, TIMES * longest))
+
+
+def _points(life: Life, number: int, since: float, until: float) -> list[float]:
+    """When the bucket received a point of the series of an attempt whose step is another than before."""
+    steps = {(e.value["attempt"], e.value.get("sequence")): e.value.get("step") for e in life.job_events}
+    times, before = [], None
+    for event in life.received:
+        of, sequence, kind = event.value
+        if of == number and kind == POINT and since < event.time <= until and steps.get((of, sequence)) != before:
+            before = steps.get((of, sequence))
+            times.append(event.time)
+    return times
+
+
 def _sent_too_early(life: Life, signs: list[float], sent: float, number: int) -> Iterator[tuple[float, str]]:
     """Reports that come too early. An inspect takes time, and need not know the events that arrive meanwhile."""
-    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
+    after = _least(life, number, sent)
     inspected = sent - SLACK_SECONDS - life.delay(sent - after, sent)
     last = max((sign for sign in signs[:-1] if sign <= inspected), default=signs[0] if signs else sent)
     if last > sent - after + SLACK_SECONDS:
@@ -85,9 +121,8 @@ def _sent_too_early(life: Life, signs: list[float], sent: float, number: int) ->
 
 def _sent_too_late(life: Life, signs: list[float], sent: float | None, number: int) -> Iterator[tuple[float, str]]:
     """Reports that come too late. The control plane may learn a check interval later when a machine began to run."""
-    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     for since, until in pairwise(signs):
-        late = since + after + 2 * CHECK_SECONDS + SLACK_SECONDS
+        late = since + _most(life, number, since) + 2 * CHECK_SECONDS + SLACK_SECONDS
         late += life.delay(since, late)
         if late < until and (sent is None or sent > late) and _trains(life, number, late) and _runs(life, number, late):
             yield late, f"attempt {number} made no progress for {late - since:.0f} s, but no notice was sent"

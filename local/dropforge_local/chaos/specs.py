@@ -148,10 +148,11 @@ def _limits(draw: random.Random) -> dict[str, Any]:
 
 
 def stuck_limits(draw: random.Random) -> dict[str, Any]:
-    """`stuck_after` and `on_stuck`; for most specs `stuck_after` is longer than the run."""
+    """`stuck_after` and `on_stuck`. With half an hour, a training that hangs between two steps is stuck earlier."""
     if draw.random() < 0.4:
         return {}
-    return {"stuck_after": draw.choice(("5m", "10m")), "on_stuck": draw.choice(("notify", "restart", "fail"))}
+    limits = {"stuck_after": draw.choice(("5m", "10m")), "on_stuck": draw.choice(("notify", "restart", "fail"))}
+    return limits | ({"stuck_after": "30m"} if draw.random() < 0.3 else {})
 
 
 TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm, "gke": _gke, "ray": _ray}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from .world import World
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = (40.0, 100.0)  # between two reports of progress
 HELD_SECONDS = 1.0  # the longest time for which the event of the start waits for the end (containers/common/report.py)
+STUCK = frozenset({"stuck", "hung"})  # it hangs from its start or repeats a step; or it hangs between two steps
 ENDS = frozenset({"succeeded", "failed", "preempted"})
 GRACE_SECONDS = 8.0  # at most, until a preempted machine has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
@@ -118,15 +120,17 @@ class _Attempt:
         }
         if fate in endings:
             self._at(halfway, endings[fate])
-        elif fate == "stuck":
+        elif fate in STUCK:
             self.world.fact("fault", what="stuck", run=self.run, attempt=self.number)
-            if self.work.reports and self.world.random.random() < 0.5:
+            if fate == "stuck" and self.work.reports and self.world.random.random() < 0.5:
                 self._repeat()
+            elif self.work.reports:
+                self._hang(halfway, random.Random(f"{self.world.history.seed} {self.run} {self.number}"))
         else:
             if not self.work.reports:
                 self._at(halfway, lambda: self._progress(1))
             self._at(self.began + left, self._commit)
-        if self.work.reports and fate != "stuck":
+        if self.work.reports and fate not in STUCK:
             self._go_on()
         if self.work.checkpoint_every:
             self._at(self.began + self.work.checkpoint_every, self._checkpoint)
@@ -146,6 +150,12 @@ class _Attempt:
         """Report progress repeatedly."""
         self._progress(int(self.work.saved + self.world.now - self.began))
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._go_on)
+
+    def _hang(self, when: float, draw: random.Random) -> None:
+        """Report progress repeatedly, but no longer after `when`."""
+        if self.world.now < when:
+            self._progress(int(self.work.saved + self.world.now - self.began))
+            self._at(self.world.now + draw.uniform(*REPORT_SECONDS), lambda: self._hang(when, draw))
 
     def _repeat(self) -> None:
         """Report the same step repeatedly."""

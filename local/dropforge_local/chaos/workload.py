@@ -50,7 +50,7 @@ class Workload:
 
     def begin_alone(self, spec: dict[str, Any], work: Work) -> None:
         """Plan one run of this spec, with this training."""
-        self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
+        self.world.after(1, lambda: self._drop("specs/only.json", spec, True, work))
 
     def begin_focused(self) -> None:
         """Plan one run that has the time and the money to serve. Its first attempt may be stuck or lose its machine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from dropforge.base import names
@@ -65,7 +65,7 @@ class Heard:
 
         def is_last(report: Report) -> bool:
             is_newest = last is None or last <= report.received + late
-            return is_newest and (point is None or point <= _aware(report.event.time) + late)
+            return is_newest and (point is None or point <= report.event.at + late)
 
         return next(filter(is_last, reversed(reports)), None)
 
@@ -114,11 +114,6 @@ def decide(heard: Heard, status: Status | None, record: Record, now: datetime, s
     error = error or _seen(status, heard, record, now, settings)
     has_ended = status is not None and status.phase is Phase.FAILED and error is None
     return Verdict(started=heard.started, error=error, look_again=REPORT_SECONDS if has_ended else math.inf)
-
-
-def _aware(time: datetime) -> datetime:
-    """A time of a container, which may have no time zone: then it is in UTC."""
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _until_believed(report: Report, status: Status | None, now: datetime) -> float:

@@ -17,8 +17,9 @@ from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, read_job_events
 from dropforge.run.record import MAX_REASON, Notice, Outcome, Record, RunError, RunState
+from dropforge.run.standstill import standstill
 from dropforge.run.store import RunStore
-from dropforge.spec import JobSpec, seconds
+from dropforge.spec import JobSpec
 from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waiting, failed, superseded
 from dropforge.stages.looks import next_reason
 from dropforge.stages.retries import retry_or_fail
@@ -125,7 +126,7 @@ def _continue(
     if record.attempt != attempt:  # this call was slow: what it saw of its attempt says nothing about the next attempt
         return superseded(record)
     if stuck := _stuck(context, record, spec, status, heard):
-        record = warn(context, record, spec, Notice(f"stuck-a{attempt}", "is stuck", stuck.message))
+        record = warn(context, record, spec, _stuck_notice(stuck, record, spec, looked))
         if spec.limits.on_stuck != "notify":
             return _failed(context, record.run, attempt, spec, stuck, verdict.started)
     wait = min(verdict.look_again, _patience(context, record, spec, looked))
@@ -136,42 +137,45 @@ def _continue(
 
 
 def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard) -> RunError | None:
-    """The error of a running attempt whose training has made no progress for limits.stuck_after.
+    """The error of a running attempt that is stuck (run/standstill.py).
 
-    Reports alone are no proof of progress: a container may report the same step again and again. The series says when
-    the highest step was reached. Of the events, at most two are read.
+    Reports alone are no proof of progress: a container may report the same step again and again. Checkpoints are
+    events. At most two of them are read.
     """
-    store, attempt, now = context.store, record.attempts[-1], context.now()
-    after = timedelta(seconds=seconds(spec.limits.stuck_after))
+    attempt, now = record.attempts[-1], context.now()
     # Not `attempt.running`: some machines may have waited for the others.
-    began = min((report.received for report in heard.reports), default=attempt.seen)
-    if status is None or status.phase is not Phase.RUNNING or began is None or now - began < after:
+    starts = [attempt.seen, *(report.received for report in heard.reports)]
+    stands = standstill(heard.series, starts, spec.limits, now)
+    if status is None or status.phase is not Phase.RUNNING or stands is None or not stands.is_stuck:
         return None
-    since = now - after
-    if any(report.received > since for report in heard.reports):
-        return None  # training began again on a restarted machine
-    advanced = heard.series.advanced() if heard.series else None
-    if advanced is not None and advanced > since:
+    since = now - timedelta(seconds=stands.limit_seconds)
+    before = _step(context.store, record.run, [name for name, received in heard.progress if received <= since])
+    later = _step(context.store, record.run, [name for name, received in heard.progress if received > since])
+    if later is not None and (before is None or later > before):
         return None
-    earlier = [name for name, received in heard.progress if received <= since]
-    later = [name for name, received in heard.progress if received > since]
-    step = _step(store, record.run, later or earlier)
-    if later and (not earlier or step > _step(store, record.run, earlier)):
-        return None
-    if heard.series is not None:
-        step = max([step, *heard.series.series.step])
-    message = (
-        f"attempt {attempt.number} has made no progress for {spec.limits.stuck_after}: it is at step {step}, "
-        f"and the cloud reports that it runs"
-    )
-    hint = "see the container's log; if it is only slow, raise limits.stuck_after"
+    if heard.series is None and before is not None:
+        stands = stands._replace(seconds=stands.limit_seconds, step=before)
+    message = f"attempt {attempt.number} is stuck: {stands.text}. The cloud reports that it runs"
+    hint = f"read its log (`dropforge logs {record.run}`); if it is only slow, raise limits.stuck_after"
     return RunError(error_class=ErrorClass.STUCK, message=message, hint=hint)
 
 
-def _step(store: RunStore, run: str, progress: list[str]) -> int:
-    """The optimiser step in the last of these events; 0 without events."""
+def _stuck_notice(stuck: RunError, record: Record, spec: JobSpec, now: datetime) -> Notice:
+    """What people are told of a stuck attempt: what is wrong, what follows, and what they can do."""
+    ended = record.with_end(record.attempt, stuck, now)
+    if spec.limits.on_stuck == "notify":
+        follows = "It goes on, because limits.on_stuck is 'notify'"
+    elif retry_or_fail(ended, spec, stuck, now).retry:
+        follows = "Another attempt resumes from the last checkpoint"
+    else:
+        follows = "The run ends; its checkpoints are kept"
+    return Notice(f"stuck-a{record.attempt}", "is stuck", f"{stuck.message}. {follows}. What to do: {stuck.hint}")
+
+
+def _step(store: RunStore, run: str, progress: list[str]) -> int | None:
+    """The optimiser step in the last of these events; None without events, or if the last is malformed."""
     events = read_job_events(store.read(progress[-1]).data, run) if progress else []
-    return next((event.step for event in events if isinstance(event, Checkpointed)), 0)
+    return next((event.step for event in events if isinstance(event, Checkpointed)), None)
 
 
 def _failed(
