@@ -67,7 +67,8 @@ def in_thread(function: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(function())
+            function()
+            future.set_result(None)
         except Exception as error:  # noqa: BLE001  (the future raises it)
             future.set_exception(error)
 
@@ -85,7 +86,7 @@ def relay(work: Work, exchange: Any, fitting: Future[None]) -> None:
 
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    over, outcome = False, {}
+    over, outcome = False, dict[str, Any]()
     with work.progress.open("a", buffering=1) as file:
         while not over and not outcome:
             over = bool(wait([fitting], POLL_SECONDS).done)
