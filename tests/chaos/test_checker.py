@@ -548,6 +548,13 @@ def _stuck_attempt_continues(story: Story) -> None:
     _fail_with_code_error(story)
 
 
+def _host_fails_and_others_wait(story: Story) -> None:
+    """Soon after the start; the attempt ends 11 minutes later, as stuck."""
+    start = _index(story, "told")
+    failed = Fact(story.facts[start].time, "fault", {"what": "host_failed", "run": RUN, "attempt": 1})
+    story.facts.insert(start + 1, failed)
+
+
 def _stuck_notice_despite_progress(story: Story) -> None:
     _alter(story, "told", 3, step=8)
 
@@ -678,6 +685,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("stuck_is_told", hung, _stuck_notice_at_stuck_after),
     ("stuck_is_told", hung, _stuck_notice_before_ten_minutes),
     ("stuck_is_told", hung, _stuck_notice_while_it_loads),
+    ("one_host_ends_all", stuck, _host_fails_and_others_wait),
     ("stuck_is_told", stuck, _stuck_notice_despite_progress),
     ("stuck_is_told", stuck, _stuck_attempt_ended_against_the_spec),
     ("endpoint_lives", served, _endpoint_ends_too_early),

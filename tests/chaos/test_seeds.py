@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dropforge_local.chaos.history import History
 from dropforge_local.chaos.hostile import ACTS
 from dropforge_local.chaos.simulation import run, run_beside_hostile, run_struck
 from dropforge_local.chaos.specs import TARGETS
+from dropforge_local.chaos.trainer import Container, Trainer, _Attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 5  # simulations for each fault and target; a single fault strikes each simulation
@@ -146,6 +148,27 @@ def test_the_checker_finds_a_forged_event_that_was_kept() -> None:
         history = History(0)
         history.add(1.0, "write", {"name": name})
         assert list(hostile_does_nothing(history))
+
+
+HOSTS = {"gke": (191, 611), "ray": (171, 461)}  # seeds in which a host fails while the others wait for it
+
+
+@pytest.mark.parametrize("target", sorted(HOSTS))
+def test_one_host_that_fails_ends_its_attempt(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing ended the other hosts, the rule would say so."""
+    for seed in HOSTS[target]:
+        history = run(seed, [target])
+        assert [fact for fact in history.of("fault") if fact.data["what"] == "host_failed"]
+        assert [str(problem) for problem in check(history)] == []
+    start, fail = Trainer.start, _Attempt._fail_a_host
+
+    def start_patient(trainer: Trainer, container: Container) -> None:
+        start(trainer, replace(container, fail=lambda code: None))
+
+    monkeypatch.setattr(Trainer, "start", start_patient)
+    monkeypatch.setattr(_Attempt, "_fail_a_host", lambda attempt, error_class: fail(attempt, ""))
+    rules = {problem.rule for seed in HOSTS[target] for problem in check(run(seed, [target]))}
+    assert "one_host_ends_all" in rules
 
 
 def test_a_seed_has_the_same_history_in_another_process() -> None:

@@ -323,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     *limits.RULES,
     *outcomes.RULES,
     progress.stuck_is_told,
+    progress.one_host_ends_all,
 )
 
 

@@ -129,6 +129,7 @@ class Life:
     received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event, and of each point
     manifests: list[At] = field(default_factory=list)
     completions: list[At] = field(default_factory=list)  # of every run: what answered a completion, by URL
+    failed_hosts: list[At] = field(default_factory=list)  # the attempts of which one host failed while others waited
     silenced: set[int] = field(default_factory=set)  # attempts whose container could not report its end
     delays: list[tuple[float, float]] = field(default_factory=list)
     touched: list[At] = field(default_factory=list)  # by which process: writes to the run's objects, and deletions
@@ -275,6 +276,8 @@ class _Reader:
             self.machines[data["resource"]].by_hand = True
         elif fault == "dropped" and "object" in data:
             self.lost.add((data["object"], data["generation"]))
+        elif fault == "host_failed":
+            self.lives[data["run"]].failed_hosts.append(here)
         elif fault in ("lost_machine", "silent"):
             self.lives[data["run"]].silenced.add(data["attempt"])
         elif fault == "cancelled_execution":

@@ -1,6 +1,6 @@
-"""The rule about attempts without progress. It reads when job events were published and when they were received.
+"""The rules about attempts without progress. They read when job events were published and when they were received.
 
-It knows the limits of run/standstill.py in its own way: from what the trainers have told, not from the series.
+They know the limits of run/standstill.py in their own way: from what the trainers have told, not from the series.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
             until += life.delay(sent, until)
             if _trains(life, number, until):
                 yield until, f"attempt {number} is stuck, but still trains: on_stuck is {policy}"
+
+
+def one_host_ends_all(life: Life) -> Iterator[tuple[float, str]]:
+    """An attempt of several hosts ends within two check intervals after one of them has failed, and others wait."""
+    for failed in life.failed_hosts:
+        number, limit = failed.value["attempt"], failed.time + 2 * CHECK_SECONDS + SLACK_SECONDS
+        limit += life.delay(failed.time, limit)
+        attempt = next(each for each in life.last["attempts"] if each["number"] == number)
+        ended = seconds_of(attempt["ended"]) if attempt["ended"] else float("inf")
+        if ended > limit:
+            yield limit, f"a host of attempt {number} failed at {failed.time:.0f}, but the attempt goes on"
 
 
 def _was_struck(life: Life, attempt: dict[str, Any]) -> bool:

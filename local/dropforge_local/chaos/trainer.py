@@ -28,6 +28,9 @@ GRACE_SECONDS = 8.0  # at most, until a preempted machine has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of dropforge's containers
 KILLED = 137  # of a container that SIGKILL ended
+# Last digits of the seeds in which a host of an attempt with several hosts may fail, and how often. Chance of its own
+# draws that, and kept seeds that revealed a defect end in other digits: their lives stay the same.
+HOST_FAILS, HOST_FAILS_RATE = (1, 9), 0.5
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Container:
     die: Callable[[], None]  # without a report
     take: Callable[[], None]  # its machine is preempted after its last report
     lose: Callable[[], None]  # its machine is lost before its last report
+    hosts: int = 1
+    fail: Callable[[int], None] = lambda code: None  # one of its hosts ends with an exit code, and the others wait
 
 
 class Trainer:
@@ -103,6 +108,7 @@ class _Attempt:
         self.sequence = 0
         self.series: Series | None = None
         self.start: dict[str, Any] | None = None  # the event of the start, while it waits for the end
+        self.waits = False  # for a host that has failed
 
     def begin(self) -> None:
         self._start()
@@ -134,6 +140,7 @@ class _Attempt:
             self._go_on()
         if self.work.checkpoint_every:
             self._at(self.began + self.work.checkpoint_every, self._checkpoint)
+        self._perhaps_fail_a_host(left)
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
     def _start(self) -> None:
@@ -189,10 +196,10 @@ class _Attempt:
         return ""
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
-        """Call an action later, if the container still runs then."""
+        """Call an action later, if the container still runs then and does not wait for a host."""
 
         def guarded() -> None:
-            if not self.container.is_over():
+            if not self.container.is_over() and not self.waits:
                 event()
 
         self.world.scheduler.at(when, guarded)
@@ -218,6 +225,24 @@ class _Attempt:
     def _break(self) -> None:
         self._tell("failed", error_class="code", message="ValueError: chaos")
         self._end(CODE_ERROR)
+
+    def _perhaps_fail_a_host(self, left: float) -> None:
+        """Maybe one of several hosts fails while the others wait for it in a collective."""
+        own = random.Random(f"{self.world.history.seed} {self.run} {self.number} hosts")
+        is_due = self.world.strike is None and self.world.history.seed % 10 in HOST_FAILS
+        if self.container.hosts > 1 and is_due and own.random() < HOST_FAILS_RATE:
+            error_class = own.choice(("infrastructure", "code", ""))  # "": the event is lost
+            self._at(self.began + left * own.random(), lambda: self._fail_a_host(error_class))
+
+    def _fail_a_host(self, error_class: str) -> None:
+        if self.world.now >= self.world.calm:
+            return
+        self.world.fact("fault", what="host_failed", run=self.run, attempt=self.number)
+        self.work.saved += (self.world.now - self.began) // CHECKPOINT_SECONDS * CHECKPOINT_SECONDS
+        if error_class:
+            self._tell("failed", error_class=error_class, message="host 1: chaos")
+        self.waits = True
+        self.container.fail(CODE_ERROR)
 
     def _commit(self) -> None:
         """Write the manifest last and once; another attempt's manifest stays."""

@@ -184,9 +184,9 @@ class Workloads:
             self.launched(self._container(running, partial(self._finish_all, running)))
 
     def _drive(self, pods: list[Object], end: Callable[[int | None], None]) -> None:
-        """A driver's end ends no pod."""
+        """A driver's end ends no pod. It ends when one of its hosts has failed (containers/train_ray/train.py)."""
         container = self._container(pods, end)
-        self.launched(replace(container, die=partial(end, KILLED)))
+        self.launched(replace(container, die=partial(end, KILLED), hosts=len(pods) - 1, fail=end))
 
     def _container(self, pods: list[Object], end: Callable[[int | None], None]) -> Container:
         """The training container of several pods, by the first pod's environment. It ends if any pod ends."""
@@ -199,6 +199,8 @@ class Workloads:
             die=partial(self.nodes.finish, victim, KILLED),
             take=partial(self.nodes.take, victim),
             lose=partial(self.nodes.lose, victim),
+            hosts=len(pods),
+            fail=partial(self.nodes.finish, victim),
         )
 
     def _finish_all(self, pods: list[Object], exit_code: int | None) -> None:
