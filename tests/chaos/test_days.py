@@ -46,7 +46,6 @@ def long_run() -> History:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "REPORT_SECONDS", (60.0, 60.0))
-        patch.setattr(trainer._Attempt, "_is_old", False)  # its progress is a series
         spec = specs.spec("job-0", target, limits=limits)
         return run_alone(spec, work, seconds=seconds + DAY, policy=json.dumps(policy))
 

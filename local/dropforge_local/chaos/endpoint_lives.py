@@ -17,6 +17,7 @@ from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
+from dropforge.run.proof import with_proof
 from dropforge.run.record import Attempt, Record, RunState, Transition
 
 from .cloud import OPERATIONS, RUNS, Cloud, deployment
@@ -160,7 +161,8 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str =
     states = [Transition(state=RunState.ACCEPTED, time=began), Transition(state=RunState.SUCCEEDED, time=ended)]
     about: dict[str, Any] = {"name": "model", "source": "chaos", "created": began, "attempts": [attempt]}
     record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
-    cloud.context.store.create(record)
+    store = cloud.context.store
+    store.create(store.with_key(record))
     has_canary = number % 2 and not isinstance(cloud.place, NamedVms)
     canary = {"canary": {"percent": 20, "for": "30m"}} if has_canary else {}
     times = {"startup_timeout": "20m", "ttl": ttl or world.random.choice(("7d", "7d", "7d", "4h"))}
@@ -176,8 +178,8 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str =
         "notify": {"slack": {"webhook_secret": "slack-webhook"}},
     }
     cloud.storage.put(RUNS, names.spec_object(run), json.dumps(spec).encode())
-    content = json.dumps(manifest(run, 1, START - 3600, 0.9)).encode()
-    cloud.storage.put(RUNS, f"models/{run}/MANIFEST.json", content)
+    name = f"models/{run}/MANIFEST.json"
+    cloud.storage.put(RUNS, name, with_proof(store.key(run), name, manifest(run, 1, START - 3600, 0.9)))
 
 
 def _plan_users(world: World, cloud: EndpointCloud) -> None:
