@@ -308,6 +308,7 @@ def late_and_unknown(user: User) -> None:
     assert not call(user, "access", {"run": run, "proof": ""})
     assert not call(user, "ask", {"of": run})
     assert not call(user, "preflight", {"spec": {}})
+    assert not call(user, "provision", {"run": run, "execution": "e", "attempt": 1, "callback_url": ""})
     assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})
 
 
