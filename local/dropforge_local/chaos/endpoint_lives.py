@@ -17,7 +17,7 @@ from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
-from dropforge.run.proof import with_proof
+from dropforge.run.proof import key_of_run, with_proof
 from dropforge.run.record import Attempt, Record, RunState, Transition
 
 from .cloud import OPERATIONS, RUNS, Cloud, deployment
@@ -36,6 +36,7 @@ BUDGETED, FREE = "budgeted", "free"  # the second never has a budget
 USD_PER_HOUR = 3.0
 SWEEP_SECONDS = 1800.0
 DAY = 86400.0
+DAY_KEY = "0" * 64  # drawing one would change what the seeds draw
 CALM_SECONDS, LIFE_SECONDS = DAY, 2.5 * DAY
 RUNS_OF_A_LIFE = tuple(f"model-{number:012x}" for number in range(4))
 BAD_RUN = RUNS_OF_A_LIFE[3]  # its model fails half of its requests
@@ -161,8 +162,9 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str =
     states = [Transition(state=RunState.ACCEPTED, time=began), Transition(state=RunState.SUCCEEDED, time=ended)]
     about: dict[str, Any] = {"name": "model", "source": "chaos", "created": began, "attempts": [attempt]}
     record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
-    store = cloud.context.store
-    store.create(store.with_key(record))
+    day = f"{began:%Y-%m-%d}"
+    cloud.storage.put(RUNS, names.day_key_object(day), DAY_KEY.encode())
+    cloud.context.store.create(record.model_copy(update={"key_day": day}))
     has_canary = number % 2 and not isinstance(cloud.place, NamedVms)
     canary = {"canary": {"percent": 20, "for": "30m"}} if has_canary else {}
     times = {"startup_timeout": "20m", "ttl": ttl or world.random.choice(("7d", "7d", "7d", "4h"))}
@@ -179,7 +181,7 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str =
     }
     cloud.storage.put(RUNS, names.spec_object(run), json.dumps(spec).encode())
     name = f"models/{run}/MANIFEST.json"
-    cloud.storage.put(RUNS, name, with_proof(store.key(run), name, manifest(run, 1, START - 3600, 0.9)))
+    cloud.storage.put(RUNS, name, with_proof(key_of_run(DAY_KEY, run), name, manifest(run, 1, START - 3600, 0.9)))
 
 
 def _plan_users(world: World, cloud: EndpointCloud) -> None:
