@@ -47,9 +47,6 @@ COMMANDS = {
     "audit": Lazy(
         "audit", "Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."
     ),
-    "index": Lazy(
-        "index", "Rebuild the summaries of the runs, from which `runs`, `cost` and the console make their lists."
-    ),
     "chat": Lazy("chat", "Talk to the model of a run: once with MESSAGE or a pipe, else until an empty line."),
     "token": Lazy("token", "Print only the token of an endpoint, for scripts; OpenAI clients take it as API key."),
     "snippet": Lazy("snippet", "Print a program that asks an endpoint, with a held-out question if there is one."),

@@ -1,4 +1,4 @@
-"""The index of all runs: the summaries in the metadata of their records (run/summary.py), and how it is rebuilt.
+"""The index of all runs: the summaries in the metadata of their records (run/summary.py).
 
 A record without a summary that can be believed is read itself: the index makes lists fast, and never wrong.
 """
@@ -9,14 +9,13 @@ import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import NamedTuple
 
 from .base.errors import Malformed, NotFound
 from .money import most_usd
-from .run.record import About, Record
-from .run.store import Listed, RunStore
-from .run.summary import Summary, text_of
+from .run.record import About
+from .run.store import RunStore
+from .run.summary import Summary
 from .spec import JobSpec
 
 READERS = 16  # parallel requests
@@ -27,23 +26,6 @@ class Index(NamedTuple):
 
     summaries: list[Summary]
     unreadable: list[Malformed]
-
-
-class Finding(StrEnum):
-    """The result of comparing the metadata of a record with the record."""
-
-    RIGHT = "right"
-    MISSING = "missing"  # the record was written before there were summaries
-    WRONG = "wrong"  # something else than the control plane wrote it
-    UNREADABLE = "unreadable"
-
-
-class Checked(NamedTuple):
-    """A run whose summary was compared. `problem`: the reason why the record cannot be read, or ""."""
-
-    run: str
-    finding: Finding
-    problem: str = ""
 
 
 def about(spec: JobSpec) -> About:
@@ -93,47 +75,7 @@ def uncollected() -> Iterator[None]:
 
 def read_summary(store: RunStore, run: str) -> Summary:
     """The summary of the present record of a run. Raises NotFound and Malformed."""
-    record = store.record(run)
-    return Summary.of(record, _about(store, record))
-
-
-def rebuild(store: RunStore, *, write: bool = True) -> Iterator[Checked]:
-    """Compare the summary of every run with its record, and write each that is not right, unless `write` is false.
-
-    A summary is written with its record, on the condition that nobody has changed the record: a rebuild is safe beside
-    running runs, may be killed at any moment, and writes nothing if all summaries are right.
-    """
-    with ThreadPoolExecutor(READERS) as pool:
-        yield from pool.map(lambda listed: _rebuild_one(store, listed, write), list(store.listed()))
-
-
-def _rebuild_one(store: RunStore, listed: Listed, write: bool) -> Checked:
-    run, finding = listed.run, Finding.WRONG if listed.text else Finding.MISSING
-    try:
-        record, generation = store.record_and_generation(run)
-        if generation != listed.generation and text_of(record):
-            return Checked(run, Finding.RIGHT)  # a function has written record and summary meanwhile
-        found = _about(store, record)
-        expected = text_of(record.model_copy(update={"about": found}))
-        if listed.text == expected and (listed.is_as_written or not expected):
-            return Checked(run, Finding.RIGHT)
-        if write:
-            store.update(run, lambda latest: latest.model_copy(update={"about": latest.about or found}))
-    except NotFound:
-        return Checked(run, Finding.RIGHT)  # the run was deleted meanwhile, and its summary with it
-    except Malformed as error:
-        return Checked(run, Finding.UNREADABLE, str(error))
-    return Checked(run, finding)
-
-
-def _about(store: RunStore, record: Record) -> About | None:
-    """The part of a run's spec for lists; None for a run that was never accepted, and for an unreadable spec."""
-    if record.about is not None or not record.was_accepted:
-        return record.about
-    try:
-        return about(store.spec(record.run))
-    except (NotFound, Malformed):
-        return None
+    return Summary.of(store.record(run))
 
 
 def _summary_or_problem(store: RunStore, run: str) -> Summary | Malformed | None:

@@ -33,7 +33,7 @@ COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)m")
 # What they print is data that programs read.
 DATA = [
     *(["validate"], ["plan"], ["preflight"], ["runs"], ["status"], ["trace"], ["logs"], ["cost"], ["audit"]),
-    *(["endpoints"], ["policy", "check"], ["policy", "show"], ["index", "rebuild"]),
+    *(["endpoints"], ["policy", "check"], ["policy", "show"]),
 ]
 
 
@@ -124,7 +124,7 @@ def test_runs_on_a_terminal_of_80_columns(failed: Deployed, nursery: Nursery) ->
 
 OUTPUTS = (
     ["runs"], ["status", RUN], ["trace", RUN], ["cost"], ["cost", "--by", "model"], ["endpoints"], ["policy", "show"],
-    ["index", "rebuild"], ["validate", "spec.json"], ["plan", "spec.json"],
+    ["validate", "spec.json"], ["plan", "spec.json"],
 )  # fmt: skip
 
 

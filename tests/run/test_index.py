@@ -1,16 +1,11 @@
-"""The index of runs with the emulated Cloud Storage: old, forged and broken summaries, and a rebuild that is killed."""
+"""The index of runs with the emulated Cloud Storage: forged and broken summaries."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,28 +14,16 @@ from google.api_core.exceptions import ServiceUnavailable
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.index import Finding, read_index, rebuild
+from dropforge.index import read_index
 from dropforge.run.record import About, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.run.summary import KEY
-from dropforge.spec import JobSpec, parse_spec
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import ObjectChange, StorageEmulator
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cloud-run-gemma-2b-qlora.json"
-EXAMPLE_SPEC = parse_spec(EXAMPLE.read_bytes())
 _numbers = itertools.count()
-REBUILD = """
-import sys
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import storage
-from dropforge.index import rebuild
-from dropforge.run.store import RunStore
-client = storage.Client("p1", AnonymousCredentials(), client_options={"api_endpoint": sys.argv[1]})
-list(rebuild(RunStore(client, sys.argv[2])))
-"""
 
 
 class Service:
@@ -93,13 +76,11 @@ def fresh(store: RunStore) -> RunStore:
     return RunStore(store.bucket.client, store.bucket.name)
 
 
-def new_run(store: RunStore, *, is_old: bool = False) -> str:
-    """Write a run; the record of an old run does not say what its spec is about, and has no summary."""
+def new_run(store: RunStore) -> str:
     run, now = f"index-{next(_numbers):012x}", utc_now()
     history = [Transition(state=RunState.ACCEPTED, time=now)]
-    about = None if is_old else About(target="gke", model="m", labels={"team": "\u00e4\u2028\U0001f600"})
+    about = About(target="gke", model="m", labels={"team": "\u00e4\u2028\U0001f600"})
     record = Record(run=run, name="n", source="s", state=RunState.ACCEPTED, created=now, history=history, about=about)
-    assert store.put_new(names.spec_object(run), EXAMPLE_SPEC.model_dump_json(by_alias=True).encode())
     assert store.create(record)
     return run
 
@@ -169,13 +150,6 @@ def test_garbage_from_before_a_listing_is_still_collected(store: RunStore) -> No
     assert gc.get_freeze_count() <= frozen  # an object that nothing refers to any more leaves them at any time
 
 
-def test_an_old_record_is_read_itself(store: RunStore) -> None:
-    run = new_run(store, is_old=True)
-    assert KEY not in metadata(store, run)
-    [summary] = read_index(fresh(store)).summaries
-    assert (summary.run, summary.target, summary.model) == (run, "cloud_run", EXAMPLE_SPEC.model.source)
-
-
 @pytest.mark.parametrize("text", ["", "{", '{"run":"x"}', "of another run", "of this run, changed"])
 def test_metadata_that_is_forged_or_broken_is_never_believed(store: RunStore, text: str) -> None:
     run, other = new_run(store), new_run(store)
@@ -185,10 +159,6 @@ def test_metadata_that_is_forged_or_broken_is_never_believed(store: RunStore, te
     shown = {summary.run: summary for summary in read_index(fresh(store)).summaries}
     assert shown.keys() == {run, other}
     assert shown[run].state is RunState.ACCEPTED
-    found = {checked.run: checked.finding for checked in rebuild(fresh(store))}
-    assert found == {run: Finding.WRONG if text else Finding.MISSING, other: Finding.RIGHT}
-    assert metadata(store, run)[KEY] == right
-    assert {checked.finding for checked in rebuild(fresh(store))} == {Finding.RIGHT}
 
 
 def test_an_object_that_is_no_record_is_reported_and_hides_no_run(store: RunStore) -> None:
@@ -199,63 +169,3 @@ def test_an_object_that_is_no_record_is_reported_and_hides_no_run(store: RunStor
     index = read_index(fresh(store))
     assert [summary.run for summary in index.summaries] == [run]
     assert broken in str(index.unreadable[0])
-    found = {checked.run: checked.finding for checked in rebuild(fresh(store))}
-    assert found == {run: Finding.RIGHT, broken: Finding.UNREADABLE}
-
-
-def test_a_rebuild_writes_what_is_missing_and_then_nothing(service: Service, store: RunStore) -> None:
-    old, new = new_run(store, is_old=True), new_run(store)
-    service.changes.clear()
-    assert {c.run: c.finding for c in rebuild(fresh(store), write=False)} == {old: Finding.MISSING, new: Finding.RIGHT}
-    assert service.changes == []
-    assert {c.run: c.finding for c in rebuild(fresh(store))} == {old: Finding.MISSING, new: Finding.RIGHT}
-    assert {change.resource["name"] for change in service.changes} == {names.record_object(old)}
-    service.changes.clear()
-    assert {c.finding for c in rebuild(fresh(store))} == {Finding.RIGHT}
-    assert service.changes == []
-    reader = fresh(store)
-    reader.read = None  # type: ignore[assignment]
-    assert len(read_index(reader).summaries) == 2
-
-
-def test_a_rebuild_never_undoes_the_change_of_a_function(store: RunStore) -> None:
-    """A function changes the record after the rebuild has read it: the write of the rebuild fails, and is repeated."""
-    run = new_run(store, is_old=True)
-    writer, function = fresh(store), fresh(store)
-    spec = writer.spec
-
-    def read_spec(run: str) -> JobSpec:
-        function.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
-        return spec(run)
-
-    writer.spec = read_spec  # type: ignore[method-assign]
-    list(rebuild(writer))
-    record = fresh(store).record(run)
-    assert (record.state, record.about is not None) == (RunState.PROVISIONING, True)
-    function.update(run, lambda record: record.with_notice("later"))
-    reader = fresh(store)
-    reader.read = None  # type: ignore[assignment]
-    assert [summary.state for summary in read_index(reader).summaries] == [RunState.PROVISIONING]
-
-
-def test_a_rebuild_that_is_killed_leaves_every_record_whole(service: Service, store: RunStore) -> None:
-    runs = [new_run(store, is_old=True) for _ in range(40)]
-    before = {run: fresh(store).record(run) for run in runs}
-    child = subprocess.Popen([sys.executable, "-P", "-c", REBUILD, service.url, store.bucket.name])
-    written: list[ObjectChange] = []
-
-    def kill_at_the_third(change: ObjectChange) -> None:
-        if change.event == "finalized":
-            written.append(change)
-        if len(written) == 3:
-            os.kill(child.pid, signal.SIGKILL)
-
-    service.on_change = kill_at_the_third
-    assert child.wait(60) == -signal.SIGKILL
-    service.on_change = lambda _: None
-    after = {run: fresh(store).record(run) for run in runs}
-    assert {run: record.model_copy(update={"about": None}) for run, record in after.items()} == before
-    assert any(record.about is None for record in after.values())
-    assert {summary.run for summary in read_index(fresh(store)).summaries} == set(runs)
-    list(rebuild(fresh(store)))
-    assert {checked.finding for checked in rebuild(fresh(store))} == {Finding.RIGHT}

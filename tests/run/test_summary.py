@@ -112,10 +112,6 @@ def test_a_run_that_was_never_accepted_needs_no_spec_for_its_summary() -> None:
     assert (summary.state, summary.target, summary.labels) == (RunState.REJECTED, None, {})
 
 
-def test_an_accepted_run_without_its_target_has_no_summary() -> None:
-    assert text_of(record(about=None)) == ""
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -152,7 +152,7 @@ def test_a_model_of_another_deployment_serves_from_a_copy_that_this_one_proves(a
 
 
 def test_the_spec_of_the_other_run_may_be_in_its_record(user: User) -> None:
-    """So it is, unless it is large, or from before 2026-11-27."""
+    """So it is, unless it is large."""
     with lent(user, "cloud_run") as named:
         theirs = Elsewhere(user)
         theirs.change(names.record_object(theirs.run), lambda record: record.update(spec=theirs.spec))

@@ -88,13 +88,10 @@ def raise_unlisted(cloud: Cloud, problems: Iterable[CloudError], *, is_used: boo
 
 
 def is_of_deployment(labels: dict[str, str], settings: Settings) -> bool:
-    """Whether labels say that a resource belongs to a run of this deployment.
-
-    A project may have several deployments. Resources from before the deployment label existed have no such label.
-    """
-    if labels.get(names.MANAGED_BY) != "dropforge" or not names.is_run_id(labels.get(names.RUN_LABEL, "")):
-        return False
-    return labels.get(names.DEPLOYMENT_LABEL, settings.deployment) == settings.deployment
+    """Whether labels say that a resource belongs to a run of this deployment: a project may have several."""
+    of_dropforge = labels.get(names.MANAGED_BY) == "dropforge"
+    is_run = names.is_run_id(labels.get(names.RUN_LABEL, ""))
+    return of_dropforge and is_run and labels.get(names.DEPLOYMENT_LABEL) == settings.deployment
 
 
 def is_named_endpoint(labels: dict[str, str], settings: Settings) -> bool:

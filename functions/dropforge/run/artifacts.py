@@ -57,7 +57,7 @@ class ArtifactFile(BaseModel):
     size: int
     sha256: str
     crc32c: str
-    # The object's generation, which Cloud Storage gives each write. A crc32c can be forged. None in older manifests.
+    # The object's generation, which Cloud Storage gives each write. A crc32c can be forged. None: not uploaded.
     generation: int | None = None
 
     def has_content_of(self, other: ArtifactFile) -> bool:

@@ -37,8 +37,7 @@ MOST_PROBLEMS = 3  # that a message names
 class Origin(Stored):
     """Where the model of a run was copied from: bucket and run of another deployment, and the manifest of its model.
 
-    `digest` is that of the manifest there (`manifest_digest`). `manifest` names the generation of every file;
-    older manifests name none.
+    `digest` is that of the manifest there (`manifest_digest`). `manifest` names the generation of every file.
     """
 
     bucket: str

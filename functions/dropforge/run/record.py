@@ -333,7 +333,7 @@ class Record(Stored):
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
     resources: list[LedgerEntry] = []  # the ledger
-    about: About | None = None  # None: the run was never accepted, or was accepted before 2026-11-24
+    about: About | None = None  # None: the run was never accepted
     spec: dict[str, JsonValue] | None = None  # the accepted spec; None: it is an object of its own
     # The day of the key from which the run's key derives (run/proof.py); "": the run was never accepted.
     key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
@@ -347,10 +347,6 @@ class Record(Stored):
     def origin(self) -> str:
         """The address of the model that was copied from another deployment; "" for a run that trained."""
         return self.source.rpartition(" ")[2] if names.is_copy(self.run) else ""
-
-    @property
-    def was_accepted(self) -> bool:
-        return any(entry.state is RunState.ACCEPTED for entry in self.history[:1])
 
     @property
     def attempt(self) -> int:

@@ -53,20 +53,11 @@ class Marks(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The record of a run in a listing. `text` is its summary as the metadata has it, "" without one.
-
-    `is_as_written`: the metadata was not changed since the object was written. The control plane never changes it.
-    """
+    """The record of a run in a listing. `summary` is None if the metadata has none that a reader may believe."""
 
     run: str
     generation: int
-    text: str
-    is_as_written: bool
-
-    @property
-    def summary(self) -> Summary | None:
-        """The summary; None if there is none that a reader may believe."""
-        return read_summary(self.run, self.text) if self.text and self.is_as_written else None
+    summary: Summary | None
 
 
 class Known(NamedTuple):
@@ -290,7 +281,10 @@ class RunStore:
         """Every run's record with its summary, from a listing of 1,000 records a page."""
         for run, item in self._records("name,generation,metageneration,metadata"):
             text = item.get("metadata", {}).get(KEY, "")
-            yield Listed(run, int(item["generation"]), text, is_as_written=int(item["metageneration"]) == 1)
+            # The control plane never changes the metadata of an object.
+            is_as_written = int(item["metageneration"]) == 1
+            summary = read_summary(run, text) if text and is_as_written else None
+            yield Listed(run, int(item["generation"]), summary)
 
     def _records(self, fields: str, cuts: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each run with these fields of its record's object, as the API's JSON has them."""

@@ -70,15 +70,15 @@ class Summary(Stored):
     endpoint: Served | None = None
 
     @classmethod
-    def of(cls, record: Record, about: About | None = None) -> Summary:
-        """The summary of a record; `about` replaces the field that an old record does not have."""
+    def of(cls, record: Record) -> Summary:
+        """The summary of a record."""
         endpoint = record.endpoint
         return cls(
             run=record.run,
             name=record.name,
             state=record.state,
             created=record.created,
-            about=record.about or about,
+            about=record.about,
             submitter=record.submitter,
             attempt=record.attempt,
             place=record.queued.place if record.queued else None,
@@ -122,13 +122,7 @@ class Summary(Stored):
 
 
 def text_of(record: Record) -> str:
-    """The summary of a record as the metadata has it: JSON in ASCII.
-
-    It is "" if the metadata cannot have it: for a record from before 2026-11-24, which does not say what its spec is
-    about, and for a summary that is too long. Readers then read the record.
-    """
-    if record.was_accepted and record.about is None:
-        return ""
+    """The summary of a record as the metadata has it: JSON in ASCII; "" if it is too long: readers read the record."""
     values = json.loads(Summary.of(record).model_dump_json(exclude_defaults=True))
     text = json.dumps(values, separators=(",", ":"))
     return text if len(text) <= MOST_BYTES else ""

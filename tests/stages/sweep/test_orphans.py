@@ -67,8 +67,6 @@ def expiry(after: timedelta) -> dict[str, Any]:
         (listed(), None, "of a run that does not exist"),
         (listed(age=timedelta(seconds=30)), None, ""),
         (listed()._replace(created=None), None, ""),
-        (listed()._replace(labels=names.labels(RUN, {})), None, ""),  # dropforge once set no deployment label
-        (listed()._replace(labels=names.labels(RUN, {})), record(RunState.FAILED), "left by a run that is over"),
         (listed(SERVICE, **expiry(HOUR)), record(RunState.DEPLOYING), ""),
         (listed(SERVICE, **expiry(-HOUR)), record(RunState.DEPLOYING), EXPIRED),
         (listed(SERVICE, **expiry(-HOUR)), None, EXPIRED),

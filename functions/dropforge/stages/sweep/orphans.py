@@ -127,11 +127,9 @@ def _expired(expires: datetime, now: datetime) -> str:
 
 
 def _is_settled(resource: Listed, settings: Settings, now: datetime) -> bool:
-    """Whether a resource without a record is an orphan: its label names this deployment, and it is not new."""
+    """Whether a resource without a record is an orphan: it is not new."""
     grace = timedelta(seconds=settings.check_interval_seconds)
-    if names.DEPLOYMENT_LABEL not in resource.labels or resource.created is None:
-        return False
-    return now - resource.created > grace
+    return resource.created is not None and now - resource.created > grace
 
 
 def _log_orphan(context: Context, orphan: Orphan) -> None:
