@@ -39,7 +39,6 @@ from dropforge.stages.teardown import Scope
 from dropforge.stages.teardown import teardown as teardown_run
 
 T = TypeVar("T")
-SCOPES: tuple[Scope, ...] = ("attempt", "run")
 MAX_REQUEST_BYTES = 1 << 20  # the workflow's requests have a few KB
 MOST_ATTEMPTS = 1000
 
@@ -145,7 +144,7 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
         lambda body: partial(
             teardown_run,
             **_caller(body),
-            scope=_one_of(SCOPES, body, "scope"),
+            scope=_scope(body),
             keep_endpoint=_one_of((False, True), body, "keep_endpoint"),
             outcome=_outcome(body.get("outcome")),
         ),
@@ -290,6 +289,16 @@ def _attempt(body: dict[str, Any]) -> int:
     if type(attempt) is not int or not 0 <= attempt <= MOST_ATTEMPTS:
         raise ValueError(f"attempt is {cut(repr(attempt), 80)}; expected a whole number from 0 to {MOST_ATTEMPTS}")
     return attempt
+
+
+def _scope(body: dict[str, Any]) -> Scope:
+    """What a teardown deletes: the number of an attempt, or "run". Raises KeyError or ValueError."""
+    scope = body["scope"]
+    if scope == "run":
+        return "run"
+    if type(scope) is not int:
+        raise ValueError(f"scope is {cut(repr(scope), 80)}; expected run, or the number of an attempt")
+    return _attempt({"attempt": scope})
 
 
 def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:

@@ -34,9 +34,7 @@ def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Dele
     every refusal is one.
     """
     run, deleted, refusals = ledger.run, Deleted([], []), []
-    for entry in ledger.remaining():
-        if keep_endpoint and entry.is_endpoint(run):
-            continue
+    for entry in _to_delete(ledger, keep_endpoint):
         try:
             is_gone = delete_resource(context, run, entry.kind, entry.name)
         except CloudError as error:
@@ -50,6 +48,18 @@ def delete_all(context: Context, ledger: Ledger, *, keep_endpoint: bool) -> Dele
         note_gone(context, run, deleted)
         raise min(refusals, key=lambda refusal: isinstance(refusal, OverQuota))
     return deleted
+
+
+def _to_delete(ledger: Ledger, keep_endpoint: bool) -> list[LedgerEntry]:
+    """The entries of each attempt, and of the endpoint, of which anything remains: also those that are noted as gone.
+
+    A call that nobody waits for any more may have created a resource again after it was seen not to exist. What remains
+    may be in it (a Job in its cluster), or may be used by it (the disk of a machine), and then it ends only with it.
+    """
+    run = ledger.run
+    parts = {(entry.attempt, entry.is_endpoint(run)) for entry in ledger.remaining()}
+    parts = {(attempt, is_endpoint) for attempt, is_endpoint in parts if not (keep_endpoint and is_endpoint)}
+    return [entry for entry in ledger.entries if (entry.attempt, entry.is_endpoint(run)) in parts]
 
 
 def note_gone(context: Context, run: str, deleted: Deleted) -> list[LedgerEntry]:

@@ -30,6 +30,7 @@ DEFECTS = {
     1233: "a call that was overtaken deleted the machine of the next rollout",
     1264: "a call that was overtaken ended the costs of a machine that served",
     92: "the name got the address of a machine that had never answered",
+    81000265: "the first revision of a name was promoted after its budget had suspended the name, and cost money",
 }
 
 

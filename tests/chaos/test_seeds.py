@@ -66,6 +66,7 @@ DEFECTS = {
     ): "the checker charged an attempt that was cancelled while it waited from its start, not from its last wait",
     (4004574, tuple(TARGETS)): "the checker did not know that an ended attempt can commit the model of the run",
     (1900248, ("tpu_vm",)): "an attempt whose only sign was one point of its series was never stuck",
+    (341, ("gke",)): "a stalled teardown of an attempt deleted the cluster of the next one",
     (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 

@@ -94,7 +94,9 @@ def _stage(arguments: Mapping[str, Any]) -> str:
     name, body = str(arguments["url"]).removeprefix(URL), _body(arguments)
     if name != "teardown":
         return name
-    return f"teardown {body['scope']}" + (f" {body['outcome']['state']}" if body["outcome"] else "")
+    return f"teardown {'run' if body['scope'] == 'run' else 'attempt'}" + (
+        f" {body['outcome']['state']}" if body["outcome"] else ""
+    )
 
 
 def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -300,6 +302,7 @@ def test_an_execution_that_takes_over_continues_the_current_attempt() -> None:
     assert run.status == "SUCCEEDED"
     assert [body["attempt"] for body in run.bodies("provision")] == [1, 4]
     assert [body["attempt"] for body in run.bodies("inspect")] == [3, 4]
+    assert [body["scope"] for body in run.bodies("teardown")] == [3, "run"]
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])

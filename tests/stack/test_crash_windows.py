@@ -173,7 +173,7 @@ def test_after_a_stockout_beyond_the_provisioning_deadline_the_next_placement_tr
     long_ago = utc_now() - timedelta(seconds=user.settings.provision_deadline_seconds + 1)
     user.store.update(run, lambda r: r.with_launch(1, long_ago))
     assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "stockout"
-    assert eventually(lambda: teardown(run, ME, "attempt", True))["status"] == "GONE"
+    assert eventually(lambda: teardown(run, ME, 1, True))["status"] == "GONE"
     assert eventually(lambda: provision(run, ME, 2))["status"] == "RUNNING"
     assert user.store.record(run).attempts[1].region == "europe-west4"
     end(user, run)

@@ -151,7 +151,7 @@ def train(run: str) -> dict[str, Any]:
             result = call_until_final(inspect, run, ME, attempt, URL)
         if not result.get("retry"):
             return result
-        call_until_final(teardown, run, ME, "attempt", True)
+        call_until_final(teardown, run, ME, 1, True)
         attempt += 1
 
 

@@ -132,7 +132,7 @@ class HandMadeWorkflow:
         return str(trained["status"])
 
     def _serve(self) -> str:
-        self._call("teardown", "attempt", scope="attempt", keep_endpoint=True, outcome=None)
+        self._call("teardown", "attempt", scope=1, keep_endpoint=True, outcome=None)
         deployed = self._call("deploy")["status"]
         return "SUCCEEDED" if deployed == "READY" else str(deployed)
 

@@ -11,7 +11,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.listing import Listed
 from dropforge.deletion import delete_remaining, note_endpoint_ended
-from dropforge.run.record import RunState
+from dropforge.run.record import ResourceState, RunState
 from dropforge.stages.sweep.orphans import PATIENCE_SECONDS, Deletions, Orphan, delete_orphans
 
 from .test_promises import JOB, MINUTE, NOW, RUN, Place, endpoint
@@ -36,6 +36,35 @@ def test_a_refused_deletion_is_reported_after_the_others(monkeypatch: pytest.Mon
         delete_remaining(place.context, RUN)
     assert deleted == [SECOND]
     assert [entry.name for entry in place.store.ledger(RUN).remaining()] == [JOB]
+
+
+def test_a_resource_that_was_created_again_is_deleted_with_what_needs_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that had stalled creates the first resource after the ledger says that it is gone; it has the second."""
+    place, existing = Place(), {JOB, SECOND}
+    for name in (JOB, SECOND):
+        place.store.intend(RUN, KIND, name, 1)
+    place.store.note(RUN, [JOB], ResourceState.GONE)
+
+    def delete(cloud: object, kind: str, name: str) -> bool:
+        if name == SECOND and JOB not in existing:
+            existing.discard(SECOND)
+        is_gone = name not in existing
+        existing.difference_update({JOB} & {name})
+        return is_gone
+
+    monkeypatch.setattr(place.platform, "teardown", delete)
+    answers = [{entry.name for entry in delete_remaining(place.context, RUN)} for _ in range(2)]
+    assert answers == [{JOB, SECOND}, set()]
+    assert place.store.ledger(RUN).remaining() == []
+
+
+def test_an_attempt_that_is_gone_is_not_looked_at_again() -> None:
+    place = Place()
+    place.store.intend(RUN, KIND, JOB, 1)
+    place.store.note(RUN, [JOB], ResourceState.GONE)
+    place.store.intend(RUN, KIND, SECOND, 2)
+    assert delete_remaining(place.context, RUN) == []
+    assert place.platform.asked == [f"teardown {SECOND}"]
 
 
 def test_the_end_of_an_endpoint_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:

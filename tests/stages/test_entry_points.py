@@ -139,7 +139,15 @@ def test_a_request_without_a_run_or_a_caller_is_refused(name: str, change: dict[
 
 @pytest.mark.parametrize(
     "change",
-    [{"scope": "Run"}, {"scope": ""}, {"scope": None}, {"scope": []}, {"keep_endpoint": "false"}, {"keep_endpoint": 1}],
+    [
+        {"scope": "Run"},
+        {"scope": "1"},
+        {"scope": True},
+        {"scope": None},
+        {"scope": []},
+        {"keep_endpoint": "false"},
+        {"keep_endpoint": 1},
+    ],
     ids=repr,
 )
 def test_a_teardown_with_an_unknown_scope_is_refused(change: dict[str, Any]) -> None:
@@ -147,7 +155,7 @@ def test_a_teardown_with_an_unknown_scope_is_refused(change: dict[str, Any]) -> 
     answer = post("teardown", {**STAGES["teardown"], **change})
     assert answer.status_code == 400
     [(field, value)] = change.items()
-    assert f"{field} is {value!r}; expected one of" in answer.get_json()["error"]
+    assert f"{field} is {value!r}; expected " in answer.get_json()["error"]
 
 
 @pytest.mark.parametrize("name", STAGES)

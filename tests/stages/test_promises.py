@@ -419,6 +419,15 @@ def test_a_teardown_by_an_old_record_ends_no_run_of_another_execution() -> None:
     assert (place.record.state, place.events) == (changed.state, [])
 
 
+def test_a_late_teardown_of_an_attempt_deletes_nothing_of_the_next_one() -> None:
+    place, later = Place(), f"{JOB}-2"
+    for attempt, name in ((1, JOB), (2, later)):
+        place.store.intend(RUN, "run.googleapis.com/Job", name, attempt)
+    assert teardown(place.context, RUN, ME, 1, keep_endpoint=True).status == "GONE"
+    assert place.platform.asked == [f"teardown {JOB}"]
+    assert [entry.name for entry in place.record.ledger.remaining()] == [later]
+
+
 def torn_down(place: Place) -> str:
     return teardown(place.context, RUN, ME, "run", keep_endpoint=False, outcome=FAILED).status
 

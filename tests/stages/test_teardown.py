@@ -30,7 +30,7 @@ def entry(kind: str) -> LedgerEntry:
     return LedgerEntry(kind=kind, name=kind.lower(), attempt=1, state=ResourceState.CREATED, intended=NOW)
 
 
-@pytest.mark.parametrize("scope", ["run", "attempt"])
+@pytest.mark.parametrize("scope", ["run", 1])
 def test_a_teardown_waits_as_long_as_its_slowest_resource_suggests(scope: Scope) -> None:
     context, minute_ago = context_with(now=NOW), record(NOW - timedelta(minutes=1))
     waits = [
@@ -40,7 +40,7 @@ def test_a_teardown_waits_as_long_as_its_slowest_resource_suggests(scope: Scope)
     assert waits[0] == SHORTEST_SECONDS < waits[1] < waits[2] == LONGEST_SECONDS
 
 
-@pytest.mark.parametrize("scope", ["run", "attempt"])
+@pytest.mark.parametrize("scope", ["run", 1])
 def test_a_slow_deletion_is_logged_and_inspected_less_often(scope: Scope, capsys: pytest.CaptureFixture[str]) -> None:
     context = context_with(now=NOW)
     answer = _pending(context, record(NOW - SLOW_AFTER + timedelta(seconds=1)), scope, [entry(JOB)])

@@ -261,6 +261,10 @@ class Ledger(Stored):
     def remaining(self) -> list[LedgerEntry]:
         return [entry for entry in self.entries if entry.state is not ResourceState.GONE]
 
+    def up_to(self, attempt: int) -> Ledger:
+        """This ledger without the resources of later attempts."""
+        return self.model_copy(update={"entries": [entry for entry in self.entries if entry.attempt <= attempt]})
+
     def with_entry(self, entry: LedgerEntry) -> Ledger:
         others = [e for e in self.entries if e.name != entry.name]
         return self.model_copy(update={"entries": [*others, entry]})

@@ -12,14 +12,14 @@ from typing import Literal
 from dropforge.base.errors import CloudError, OverQuota
 from dropforge.context import Context
 from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
-from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState
+from dropforge.run.record import Ledger, LedgerEntry, Outcome, Record, ResourceState, RunState
 from dropforge.tell.run_events import announce
 
 from .answers import Ended, Gone, Pending, Superseded, superseded
 from .ending import finish
 from .looks import LONGEST_SECONDS, next_look_since, next_turn
 
-Scope = Literal["attempt", "run"]
+Scope = int | Literal["run"]  # the number of an attempt, or all of the run
 # A deletion that is slower than any cluster's may never end unless a person intervenes.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
@@ -40,7 +40,8 @@ def teardown(
 ) -> TeardownAnswer:
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError if another try may succeed.
 
-    `scope` is "attempt" after an attempt (another attempt or the endpoint follows) or "run" at the run's end.
+    `scope` is the number of an attempt after it (another attempt or the endpoint follows), or "run" at the run's end. A
+    call that nobody waits for any more deletes nothing of the attempt that has begun meanwhile.
     `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that becomes the endpoint; a
     cancelled run keeps neither. The run ends with `outcome` as soon as its resources are gone. The record keeps the
     outcome, so that another execution can end the run if this execution does not.
@@ -57,7 +58,7 @@ def teardown(
     while True:
         is_kept = keep_endpoint and record.cancel_requested is None
         try:
-            deleted = delete_all(context, record.ledger, keep_endpoint=is_kept)
+            deleted = delete_all(context, _ledger_of(record, scope), keep_endpoint=is_kept)
         except OverQuota:
             _announce(context, record, scope)
             return _later(context, record, scope)
@@ -134,15 +135,19 @@ def _pending(context: Context, record: Record, scope: Scope, entries: list[Ledge
 
 def _later(context: Context, record: Record, scope: Scope) -> Pending:
     """Call again after a deletion that was refused for a rate: every request counts, so the longer, the rarer."""
-    remaining = [entry.name for entry in record.ledger.remaining()]
+    remaining = [entry.name for entry in _ledger_of(record, scope).remaining()]
     waited = (context.now() - _began(record, scope)).total_seconds()
     return Pending(wait_seconds=next_turn(waited, LONGEST_SECONDS), remaining=remaining)
 
 
 def _began(record: Record, scope: Scope) -> datetime:
     """When the teardown of a run, or of its attempt, began."""
-    ended = record.attempts[-1].ended if record.attempts and scope == "attempt" else None
+    ended = next((attempt.ended for attempt in record.attempts if attempt.number == scope), None)
     return ended or record.history[-1].time
+
+
+def _ledger_of(record: Record, scope: Scope) -> Ledger:
+    return record.ledger if scope == "run" else record.ledger.up_to(scope)
 
 
 def _without_waiting_attempt(record: Record, now: datetime) -> Record:

@@ -171,7 +171,7 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     assert kinds == ["deployments", "services", "pods", "horizontalpodautoscalers", "podmonitorings"]
 
     # The end of an attempt and of the run delete the training's objects and keep the endpoint.
-    for scope in ("attempt", "run"):
+    for scope in (1, "run"):
         assert eventually(partial(teardown, run, ME, scope, True))["status"] == "GONE"
     entries = cloud.store.ledger(run).remaining()
     assert {entry.kind for entry in entries} == {

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -271,26 +270,6 @@ def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
     cloud.faults("compute", fail_next={**refusal, "message": "Invalid value for field 'disk'"})
     with pytest.raises(CloudError, match="Invalid value"):
         TARGET.teardown(disk.kind, disk.name)
-    STAGES.tear_down([disk])
-
-
-def test_the_disk_of_a_machine_that_came_late_takes_the_machine_with_it(cloud: Cloud) -> None:
-    """The ledger says that the machine is gone: only the teardown of its disk looks for it."""
-    attempt = launch("sleep")
-    STAGES.provision(attempt)
-    STAGES.wait_for(attempt, Phase.RUNNING)
-    disk, *machines = TARGET.resources(attempt)
-    listed = {(each.kind, each.name) for each in TARGET.listed(SETTINGS) if each.run == attempt.run}
-    assert {(each.kind, each.name) for each in (disk, *machines)} <= listed
-    used = f"The disk resource '{disk.name}' is already being used by 'projects/t1/zones/z/instances/t1v-n-1-w-0'"
-    refusal = {"method": "delete_disk", "status": "INVALID_ARGUMENT", "message": used}
-    cloud.faults("compute", fail_next=refusal)
-    assert not TARGET.teardown(disk.kind, disk.name)
-
-    def machines_left() -> set[str]:
-        return {each.kind for each in TARGET.listed(SETTINGS) if each.run == attempt.run} - {disk.kind}
-
-    until(machines_left, not_)
     STAGES.tear_down([disk])
 
 

@@ -71,7 +71,7 @@ def test_the_training_vm_serves_outlives_its_run_and_is_swept(
 ) -> None:
     run = train(cloud, target={"queued": queued})
     machines = ["queued", "node"] if queued else ["node"]
-    assert teardown(run, ME, "attempt", True)["status"] == "GONE"  # as the workflow does before it deploys
+    assert teardown(run, ME, 1, True)["status"] == "GONE"  # as the workflow does before it deploys
     answer = cloud.deploy(run)
     assert answer["status"] == "READY", answer
     assert cloud.exists(run) == machines

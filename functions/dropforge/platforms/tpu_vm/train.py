@@ -98,15 +98,7 @@ class TpuVms:
         yield from (resource for resource in resources if names.ATTEMPT_LABEL in resource.labels)
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        if kind != DISK:
-            return tpu.delete(cloud, kind, name)
-        if delete_disk(cloud, name):
-            return True
-        # A call that nobody waits for any more may have created the machine late: it uses the disk, although the ledger
-        # says that it is gone.
-        for machine in (tpu.QUEUED, tpu.NODE):
-            tpu.delete(cloud, machine, _machine_name(name, machine))
-        return False
+        return delete_disk(cloud, name) if kind == DISK else tpu.delete(cloud, kind, name)
 
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
@@ -126,13 +118,6 @@ def queued_name(launch: Launch) -> str:
 def disk_name(launch: Launch) -> str:
     zone = _zone(launch)
     return f"projects/{launch.settings.project}/zones/{zone}/disks/{names.training_name(launch.run, launch.attempt)}"
-
-
-def _machine_name(disk: str, kind: str) -> str:
-    """The name of the node, or of the queued resource, of the attempt whose data disk is `disk`."""
-    _, project, _, zone, _, short = disk.split("/")
-    collection = "nodes" if kind == tpu.NODE else "queuedResources"
-    return f"projects/{project}/locations/{zone}/{collection}/{short}"
 
 
 def disk_request(launch: Launch) -> dict[str, Any]:

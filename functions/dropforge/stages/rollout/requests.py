@@ -15,7 +15,7 @@ from dropforge.base.errors import DropforgeError, ErrorClass, InvalidSpec, Malfo
 from dropforge.cloud.executions import find_rollout, start_rollout
 from dropforge.context import Context
 from dropforge.endpoints import shared
-from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout
+from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout, RolloutState
 from dropforge.endpoints.shared import Adapter, Base
 from dropforge.platforms.named import NamedServer
 from dropforge.platforms.serving import Deployment
@@ -202,7 +202,8 @@ def suspend(context: Context, record: EndpointRecord, rollout: str, who: str) ->
         if latest.is_stopping or latest.state is EndpointState.RETIRED or not latest.is_spent(now):
             return latest
         ended = latest.without_rollout(error, now)
-        if not latest.stable:  # the failed rollout deletes the service
+        is_moving = ended.current is not None and ended.current.state is RolloutState.SHIFTING
+        if not latest.stable and not is_moving:  # nothing serves; the failed rollout deletes the service
             return ended.in_period(now).model_copy(update={"suspended": now})
         return ended.with_rollout(_rollout(context, rollout, "suspend", who))
 

@@ -115,13 +115,15 @@ def _expire_model(context: Context, record: EndpointRecord, now: datetime) -> st
 
 def _end_left(context: Context, record: EndpointRecord, listed: Iterable[Listed]) -> None:
     """Delete what a late call has made of a suspended endpoint, where nothing of it may remain."""
-    own = (each for each in listed if each.name == record.service or names.is_of_endpoint(each.name, record.name))
-    for resource in own:
+    own = [each for each in listed if each.name == record.service or names.is_of_endpoint(each.name, record.name)]
+    for resource in sorted(own, key=lambda each: each.name != record.service):  # no machine ends before its name
         if context.endpoints.record(record.name) != record:
             return  # it is being resumed
         message = "of an endpoint that is suspended"
         context.log(message, stage="sweep", severity="WARNING", endpoint=record.name, resource=resource.name)
-        context.platforms.owner(resource.kind).teardown(context.cloud, resource.kind, resource.name)
+        is_gone = context.platforms.owner(resource.kind).teardown(context.cloud, resource.kind, resource.name)
+        if resource.name == record.service and not is_gone:
+            return  # the next sweep looks again
 
 
 def _restore(context: Context, record: EndpointRecord, now: datetime) -> str:
