@@ -16,6 +16,7 @@ from dropforge.fit.shape import ModelShape
 from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
+from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 from dropforge.spec.policy import Policy, policy_of
@@ -36,7 +37,7 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
-        *_missing_objects(cloud, spec),
+        *(_missing_objects(cloud, spec) or problems_of(samples_of(spec, cloud.clients))),
     ]
     if problems:
         raise InvalidSpec(problems)
