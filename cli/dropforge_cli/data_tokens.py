@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dropforge.base.errors import DropforgeError
 from dropforge.rows.check import Finding
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from containers.common.chat import Encoded
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """A text of a sequence, and whether the model learns it."""
 
     text: str
     is_learnt: bool
 
 
-class Shown(NamedTuple):
+@dataclass(frozen=True)
+class Shown:
     """A sequence as the model will see it, and the number of its row."""
 
     row: int

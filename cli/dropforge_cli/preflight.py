@@ -10,18 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shlex import quote as quote_path
 from urllib.parse import quote
 
 import click
 
-from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.errors import InvalidSpec
 from dropforge.base.settings import Settings
 from dropforge.cloud import google_apis
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.google_apis import Refused
 from dropforge.platforms import platform_of
-from dropforge.rows.sample import samples_of
+from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import check as check_admission
 from dropforge.stages.answers import Finding
@@ -36,7 +37,6 @@ from .policy import policy_in_use
 from .problems import FAILED
 from .specs import read_spec
 
-FORMATS = "dropforge data check SPEC"
 STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
 # The APIs that every deployment uses, and that by which pods and CI become a service account. Platforms add more.
 # terraform/apis.tf enables all of them.
@@ -186,18 +186,20 @@ def _image(settings: Settings, name: str, uri: str) -> Iterator[Finding]:
 
 def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Finding]:
     """Yield everything that admission would refuse: images, clusters, secrets, sources, data, time, budget."""
-    problems: list[SpecProblem] = []
+    reports = samples_of(spec, deployment.clients)
+    problems = problems_of(reports)
     try:
         check_admission(deployment.context.cloud, spec)
     except InvalidSpec as error:
-        problems = error.problems
+        problems = list(dict.fromkeys([*error.problems, *problems]))
     for problem in problems:
         yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
     if not problems:
         yield from accepted(f"spec {name}", spec)
-    for report in samples_of(spec, deployment.clients):
+    for report in reports:
         if not report.is_refused:
-            yield Finding(WARNING if report.is_faulty else OK, f"data of {name}", report.verdict, FORMATS)
+            mend = f"dropforge data check {quote_path(name)}" if report.is_faulty else ""
+            yield Finding(WARNING if report.is_faulty else OK, f"data of {name}", report.verdict, mend)
 
 
 def _show(answers: list[Finding]) -> None:

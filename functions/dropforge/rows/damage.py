@@ -19,8 +19,8 @@ _MOJIBAKE = re.compile(
     f"|\xe2[\x80\x82\x84\u20ac\u201a\u201e]{_REST}"  # quotation marks, dashes, €, ™
     f"|\xf0[\x9f\u0178]{_REST}{_REST}"  # emoji
     "|\xef\xbb\xbf|\xef\xbf\xbd"  # a byte order mark, a replacement character
-    f"|(?:[\xc4-\xdf]{_REST}){{2}}"  # Greek, Cyrillic, Hebrew, Arabic, Central European
-    f"|(?:[\xe0-\xef]{_REST}{_REST}){{2}}"  # Indic, Thai, Chinese, Japanese, Korean
+    f"|\xe1\xba{_REST}"  # Vietnamese
+    f"|(?:[\xc4-\xdf]{_REST}|[\xe0-\xef]{_REST}{_REST}){{2}}"  # two letters of any other script
 )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from dropforge.base.errors import SpecProblem
-from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
+from dropforge.cloud.clients import Clients
+from dropforge.cloud.objects import read_at_most
 from dropforge.spec import Dataset, JobSpec
 
 from .check import Report, check_sample
@@ -13,10 +14,11 @@ from .files import BadFile, Raw
 from .stream import SUFFIXES, text_rows
 
 SAMPLE_BYTES = 1 << 18  # of an object
+GZIP = b"\x1f\x8b"  # `Content-Encoding: gzip`: the training reads the text
 
 
-def samples_of(spec: JobSpec, clients: Clients) -> list[Report]:
-    """The checks of the first rows of a spec's data sets.
+def samples_of(spec: JobSpec, clients: Clients, but_from: Collection[str] = ()) -> list[Report]:
+    """The checks of the first rows of a spec's data sets, except for those in the buckets `but_from`.
 
     Data sets of the Hub, files that are no text, and objects that may not be read here are left to the training.
     """
@@ -24,8 +26,9 @@ def samples_of(spec: JobSpec, clients: Clients) -> list[Report]:
         return []
     reports = []
     for pointer, uri in spec.sources.items():
-        data = None if pointer == "/model/source" else first_bytes(uri, clients)
-        if data is not None:
+        if pointer == "/model/source" or _bucket_and_name(uri)[0] in but_from:
+            continue
+        if (data := first_bytes(uri, clients)) is not None:
             reports.append(check_sample(spec.dataset, uri, sample_rows(uri, data), pointer))
     return reports
 
@@ -41,12 +44,17 @@ def first_bytes(uri: str, clients: Clients) -> bytes | None:
 
     if not uri.startswith("gs://") or not uri.endswith(SUFFIXES):
         return None
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
-    blob = clients.storage().bucket(bucket).blob(name)
+    bucket, name = _bucket_and_name(uri)
     try:
-        return bytes(blob.download_as_bytes(end=SAMPLE_BYTES - 1, timeout=TIMEOUT_SECONDS))
+        data = read_at_most(clients.storage().bucket(bucket).blob(name), SAMPLE_BYTES)
     except GoogleAPICallError:
         return None
+    return None if data and data.startswith(GZIP) else data
+
+
+def _bucket_and_name(uri: str) -> tuple[str, str]:
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    return bucket, name
 
 
 def sample_rows(uri: str, data: bytes) -> Iterator[Raw]:

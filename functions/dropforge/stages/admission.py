@@ -37,9 +37,9 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
-        *(_missing_objects(cloud, spec) or problems_of(samples_of(spec, cloud.clients))),
+        *_missing_objects(cloud, spec),
     ]
-    if problems:
+    if problems := problems or _data_problems(cloud, spec):
         raise InvalidSpec(problems)
 
 
@@ -206,6 +206,16 @@ def _missing_objects(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
             problem = _object_problem(cloud, pointer, bucket, path)
             problems += [problem] if problem else []
     return problems
+
+
+def _data_problems(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
+    """Problems of the first rows of the data, if the caller may read them.
+
+    The messages name columns. So nothing is read for a spec that is refused otherwise, such as by the policy, or from
+    the buckets of specs and runs: a container may read only its own run there.
+    """
+    own = (cloud.settings.specs_bucket, cloud.settings.runs_bucket)
+    return problems_of(samples_of(spec, cloud.clients, own))
 
 
 def _object_problem(cloud: Cloud, pointer: str, bucket: str, path: str) -> SpecProblem | None:
