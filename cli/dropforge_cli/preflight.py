@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from shlex import quote as quote_path
 from urllib.parse import quote
 
 import click
@@ -22,7 +21,6 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.google_apis import Refused
 from dropforge.platforms import platform_of
-from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import check as check_admission
 from dropforge.stages.answers import Finding
@@ -186,20 +184,15 @@ def _image(settings: Settings, name: str, uri: str) -> Iterator[Finding]:
 
 def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Finding]:
     """Yield everything that admission would refuse: images, clusters, secrets, sources, data, time, budget."""
-    reports = samples_of(spec, deployment.clients)
-    problems = problems_of(reports)
     try:
         check_admission(deployment.context.cloud, spec)
+        problems = []
     except InvalidSpec as error:
-        problems = list(dict.fromkeys([*error.problems, *problems]))
+        problems = error.problems
     for problem in problems:
         yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
     if not problems:
-        yield from accepted(f"spec {name}", spec)
-    for report in reports:
-        if not report.is_refused:
-            mend = f"dropforge data check {quote_path(name)}" if report.is_faulty else ""
-            yield Finding(WARNING if report.is_faulty else OK, f"data of {name}", report.verdict, mend)
+        yield from accepted(deployment.context.cloud, f"spec {name}", spec)
 
 
 def _show(answers: list[Finding]) -> None:
