@@ -18,9 +18,10 @@ import click
 from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import platform_of, targets
 from dropforge.rows import LeftOut, Reader, UnsupportedRow, UnusableRow, form_of
+from dropforge.rows.check import separator_of
 from dropforge.rows.fields import JUDGES
 from dropforge.rows.forms import judging_columns
-from dropforge.rows.sample import separator_of
+from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge.spec import Dataset, registry
 from dropforge.spec.templates import MAX_CSV_FIELD, is_column
 
@@ -33,7 +34,6 @@ from .problems import CliError
 from .sources import FILE_SUFFIXES
 from .specs import read_spec
 
-ENOUGH_ROWS = 8  # containers/common/rows.py refuses fewer rows to train on
 GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
 FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
@@ -152,9 +152,9 @@ def _read_file(path: Path, bucket: str, answer: str | None) -> Data:
     if first is not None and not isinstance(first, dict):
         message = f"row 1 of {path} is {json.dumps(first)[:60]}; expected an object with columns"
         raise CliError(message, FORMATS_HINT)
-    if first is None or number < ENOUGH_ROWS:
+    if first is None or number < MIN_TRAIN_ROWS:
         count = "no row" if first is None else "1 row" if number == 1 else f"{number} rows"
-        raise CliError(f"{path} has {count} of data; expected at least {ENOUGH_ROWS}", FORMATS_HINT)
+        raise CliError(f"{path} has {count} of data; expected at least {MIN_TRAIN_ROWS}", FORMATS_HINT)
     return Data(uri, number, columns_of(first, path, answer))
 
 

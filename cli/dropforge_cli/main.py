@@ -26,6 +26,7 @@ COMMANDS = {
     "up": Lazy("local", "Start the local stack: emulated Google APIs and the functions, on this machine only."),
     "down": Lazy("local", "Stop the local stack and every container that it started, even after the stack was killed."),
     "init": Lazy("init", "Write a valid job spec to FILE (my-job.json); asks for each value that no option gives."),
+    "data": Lazy("data", "Check training data before a run: forms, columns, faults of rows, lengths."),
     "validate": Lazy("specs", "Check job specs without dropping them."),
     "plan": Lazy("plan", "Show the resources, the memory and the maximum cost of a job spec."),
     "preflight": Lazy(

@@ -27,7 +27,6 @@ from dropforge.stages.answers import Finding
 from dropforge.stages.preflight import LIMITS, NO, NOT_ASKED, OK, RIGHTS, WARNING, about, accepted, asked
 
 from . import accounts, mends
-from .columns import column_problems
 from .deployment import Deployment, connect
 from .display import stdout, table, working
 from .options import SPEC_FILE, json_option, state_option
@@ -184,16 +183,16 @@ def _image(settings: Settings, name: str, uri: str) -> Iterator[Finding]:
 
 
 def _admission(deployment: Deployment, name: str, spec: JobSpec) -> Iterator[Finding]:
-    """Yield everything that admission would refuse (images, clusters, secrets, sources, time, budget), and columns."""
+    """Yield everything that admission would refuse: images, clusters, secrets, sources, data, time, budget."""
     try:
         check_admission(deployment.context.cloud, spec)
-        problems = column_problems(spec, deployment.clients)
+        problems = []
     except InvalidSpec as error:
         problems = error.problems
     for problem in problems:
         yield Finding(NO, f"spec {name}", str(problem), mends.of_problem(problem, name, spec, deployment))
     if not problems:
-        yield from accepted(f"spec {name}", spec)
+        yield from accepted(deployment.context.cloud, f"spec {name}", spec)
 
 
 def _show(answers: list[Finding]) -> None:

@@ -14,13 +14,14 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.fit.configuration import NoConfiguration, find_shape, read_shape
 from dropforge.fit.shape import ModelShape
 from dropforge.money import short_endpoint
+from dropforge.rows.check import Report
+from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.advice import advice
 from dropforge.spec.policy import Policy
 from dropforge.stages.admission import rule_problems
 from dropforge.stages.ceiling import with_defaults
 
-from .columns import column_problems
 from .deployment import Deployment, connect, find
 from .display import stdout, working
 from .duplicates import refuse_duplicate
@@ -48,7 +49,7 @@ def validate(specs: tuple[Path, ...], as_json: bool, model_config: Path | None) 
         try:
             spec = read_spec(path, policy, model_config)
             if deployment is not None and deployment.stack is not None:
-                refuse_columns(spec, deployment)
+                good_samples(spec, deployment)
         except InvalidSpec as error:
             told.append({**refusal(path, error.problems), "notes": []})
             lines = [str(problem) for problem in error.problems]
@@ -79,7 +80,8 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, wa
     if not unchecked:
         job = read_spec(spec, policy_in_use(deployment))
         _note(spec, job)
-        refuse_columns(job, deployment)
+        for report in good_samples(job, deployment):
+            echo(f"{spec}: data: {report.verdict}", err=True)
         prepare(job, deployment)
     with working("dropping the spec"):
         run = upload_spec(deployment, data, object_name or spec.name)
@@ -89,12 +91,13 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, wa
         raise SystemExit(FAILED)
 
 
-def refuse_columns(spec: JobSpec, deployment: Deployment) -> None:
-    """Raise InvalidSpec if the spec names columns that its data lack."""
-    with working("reading the columns of the data"):
-        problems = column_problems(spec, deployment.clients)
-    if problems:
+def good_samples(spec: JobSpec, deployment: Deployment) -> list[Report]:
+    """The checks of the first rows of the spec's data. Raises InvalidSpec for what the training would refuse."""
+    with working("reading the first rows of the data"):
+        reports = samples_of(spec, deployment.clients)
+    if problems := problems_of(reports):
         raise InvalidSpec(problems)
+    return reports
 
 
 def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clients: Clients | None = None) -> JobSpec:

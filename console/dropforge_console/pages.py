@@ -202,6 +202,7 @@ class Pages:
             by=by,
             log=log,
             measured=views.measured(record),
+            counted=views.counted(record),
             samples=views.samples(self._reader.samples(name)) if shown else [],
             log_lines=self._log(record.resources),
             cloud_log="" if self._read_log else cloud_logs.page_of(self._project, record.resources, record.created),

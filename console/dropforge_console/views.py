@@ -199,6 +199,23 @@ def measured(record: Record) -> list[tuple[str, str, str]]:
     ]
 
 
+COUNTS = {
+    "rows_train": "Rows trained on",
+    "rows_eval": "Rows held out",
+    "rows_dropped": "Rows left out",
+    "rows_truncated": "Sequences cut",
+}
+
+
+def counted(record: Record) -> list[tuple[str, str]]:
+    """Return what the training counted in its data, with a title each; [] before it has succeeded."""
+    counts = record.metrics
+    shown = [(title, number(counts[name])) for name, title in COUNTS.items() if name in counts]
+    if "answers_given" in counts:
+        shown.append(("Answers learnt", f"{_known(counts.get('answers_learnt'))} of {_known(counts['answers_given'])}"))
+    return shown
+
+
 class Stage(NamedTuple):
     """A part of the timeline, in units from the left. `tone` is a CSS class."""
 

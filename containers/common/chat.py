@@ -13,9 +13,10 @@ import numpy as np
 from dropforge.rows import Message, Row, UnsupportedRow, UnusableRow
 from dropforge.rows.conversation import THOUGHTS as THOUGHT_FIELDS
 from dropforge.rows.conversation import Tool
+from dropforge.rows.split import MAX_BAD_ROWS
 
 from .errors import config_error, data_error, place_of
-from .rows import MAX_BAD_ROWS, check_problems
+from .rows import check_problems
 from .token_rows import Ints, TokenRows
 
 MIN_MEAN_TOKENS = 8

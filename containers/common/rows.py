@@ -7,8 +7,6 @@ and serving needs only chat completions.
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,15 @@ from typing import Any, NamedTuple
 from dropforge.base.log import log
 from dropforge.rows import LeftOut, Reader, Row, UnsupportedRow, UnusableRow, columns_of, form_of, kind_of
 from dropforge.rows.files import BadFile, csv_rows, json_lines, not_utf8, null
+from dropforge.rows.split import (
+    FIRST_ROWS,
+    MAX_BAD_ROWS,
+    MIN_TRAIN_ROWS,
+    evaluation_dataset,
+    held_out_count,
+    rows_to_hold_out_one,
+    shuffled,
+)
 from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Dataset, Evaluation
 
@@ -25,10 +32,7 @@ from .errors import data_error, missing, place_of
 
 RawRows = Sequence[Mapping[str, Any]]
 
-MIN_TRAIN_ROWS = 8
-MAX_BAD_ROWS = 0.1  # share of the rows; fewer are dropped, and the log counts them
 MAX_FILE_BYTES = 8 * 2**30  # .jsonl, .json and .csv are read into memory; .parquet is mapped
-FIRST_ROWS = 100  # all of their columns decide the form: a row of JSON lines need not have each
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,6 @@ def load_split(
     return prepare(raw, dataset, evaluation, seed, (held_out, other)), source
 
 
-def evaluation_dataset(dataset: Dataset, evaluation: Evaluation | None) -> Dataset | None:
-    """The data set to evaluate on, in the form of the training rows; None where training rows are held out."""
-    if evaluation is None or not (evaluation.source or evaluation.split):
-        return None
-    changes: dict[str, Any] = {"split": evaluation.split or dataset.split, "limit": None}
-    if evaluation.source not in (None, dataset.source):
-        changes |= {"source": evaluation.source, "config": None, "revision": "main"}
-    return dataset.model_copy(update=changes)
-
-
 def held_out_source(dataset: Dataset, evaluation: Evaluation | None) -> str:
     """The source that errors about a held-out row name."""
     return (evaluation_dataset(dataset, evaluation) or dataset).source
@@ -89,10 +83,10 @@ def prepare(
 
     `other` are the rows to evaluate on, if no training rows are held out.
     """
-    rows, dropped, unused = normalise(raw, dataset, _shuffled(len(raw), seed)[: dataset.limit])
+    rows, dropped, unused = normalise(raw, dataset, shuffled(len(raw), seed)[: dataset.limit])
     check_texts(rows)
     if evaluation and other:
-        evaluated = normalise(*other, _shuffled(len(other[0]), seed)[: evaluation.max_rows]).rows
+        evaluated = normalise(*other, shuffled(len(other[0]), seed)[: evaluation.max_rows]).rows
     else:
         held_out = _held_out_count(len(rows), evaluation)
         evaluated, rows = rows[:held_out], rows[held_out:]
@@ -106,12 +100,6 @@ def prepare(
             "add rows with other prompts, or lower evaluation.holdout_fraction",
         )
     return Split(train, evaluated, dropped, unused)
-
-
-def _shuffled(count: int, seed: int) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
 
 
 class Normalised(NamedTuple):
@@ -181,18 +169,15 @@ def check_texts(rows: list[Row]) -> None:
 
 
 def _held_out_count(rows: int, evaluation: Evaluation | None) -> int:
-    if evaluation is None:
-        return 0
-    wanted = int(rows * evaluation.holdout_fraction)
-    if wanted < 1:
-        least = math.ceil(1 / evaluation.holdout_fraction)  # one less than enough for some fractions, by rounding
-        needed = least if int(least * evaluation.holdout_fraction) else least + 1
+    held_out = held_out_count(rows, evaluation)
+    if evaluation is not None and not held_out:
+        fraction = evaluation.holdout_fraction
         raise data_error(
-            f"evaluation.holdout_fraction {evaluation.holdout_fraction} of {rows} rows is less than one row; "
-            f"expected at least {needed} rows",
+            f"evaluation.holdout_fraction {fraction} of {rows} rows is less than one row; "
+            f"expected at least {rows_to_hold_out_one(fraction)} rows",
             "add rows, or raise evaluation.holdout_fraction",
         )
-    return min(wanted, evaluation.max_rows)
+    return held_out
 
 
 def _from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows, Source]:

@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 from containers.common.errors import JobError
 from containers.common.rows import load_rows, normalise
-from dropforge.rows.sample import SAMPLE_BYTES
+from dropforge.rows.sample import SAMPLE_BYTES, first_bytes, problems_of, samples_of
 from dropforge.spec import Dataset, JobSpec, parse_spec
-from dropforge_cli.columns import column_problems, first_bytes
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
 from dropforge_local.stack.config import StackInfo
@@ -87,7 +86,7 @@ def is_trainable(spec: JobSpec, directory: Path) -> bool:
 def test_the_columns_are_those_that_the_training_container_reads(deployed: Deployed, tmp_path: Path, name: str) -> None:
     spec = spec_of(put(name, {**GOOD, **BAD}[name]))
     assert is_trainable(spec, tmp_path) is (name in GOOD)
-    assert (column_problems(spec, clients) == []) is (name in GOOD)
+    assert (problems_of(samples_of(spec, clients)) == []) is (name in GOOD)
 
 
 @pytest.mark.parametrize("format", ["auto", "messages", "prompt_completion", "text"])
@@ -96,20 +95,20 @@ def test_the_form_is_the_one_that_the_training_container_finds(
     deployed: Deployed, tmp_path: Path, row: dict[str, Any], format: str
 ) -> None:
     spec = spec_of(put("form.jsonl", "\n".join([json.dumps(row)] * 12)), None, format=format)
-    assert (column_problems(spec, clients) == []) is is_trainable(spec, tmp_path)
+    assert (problems_of(samples_of(spec, clients)) == []) is is_trainable(spec, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("any.parquet", b"PAR1"), ("any", b"x"),
-        ("wide.jsonl", b'{"x": "' + b"x" * SAMPLE_BYTES + b'"}'), ("deep.json", b"[" * 100_000),
+        ("wide.jsonl", b'{"x": "' + b"x" * SAMPLE_BYTES + b'"}'),
         ("cut.csv", b"question,answer\n" + "\u00e9 and more,yes\n".encode() * SAMPLE_BYTES),
         ("cut.jsonl", b'{"question": "why", "answer": "so"}\n' * SAMPLE_BYTES),
     ],
 )  # fmt: skip
 def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name: str, content: bytes) -> None:
-    assert column_problems(spec_of(put(name, content)), clients) == []
+    assert problems_of(samples_of(spec_of(put(name, content)), clients)) == []
     assert first_bytes("gs://no-such-bucket/a.csv", clients) is None
     assert first_bytes(f"gs://{BUCKET}/no-such-object.csv", clients) is None
     assert first_bytes("owner/rows", clients) is None
@@ -120,6 +119,11 @@ FOUND = {
     "quote.csv": (b'"question,answer\n1,2', "is not CSV"),
     "shifted.csv": (b"question,answer\na, b,c\nd,e\n", "line 2 of the data set has 3 fields; the header has 2 columns"),
     "broken.jsonl": (b'{"question": "a", "answer": "b"}\n{"question":\n', "line 2 of the data set is not JSON"),
+    "deep.json": (b"[" * 100_000, "row 0 of the data set"),
+    "broken.json": (
+        b'[{"question": "a", "answer": "b"}, {"question": "a" "answer"',
+        "row 1 of the data set is not JSON",
+    ),
     "deep.jsonl": (b'{"x":' * 10_000, "line 1 of the data set"),
 }
 
@@ -127,7 +131,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_a_broken_file_is_found_before_it_costs(deployed: Deployed, name: str) -> None:
     content, message = FOUND[name]
-    [problem] = column_problems(spec_of(put(name, content)), clients)
+    [problem] = problems_of(samples_of(spec_of(put(name, content)), clients))
     assert problem.pointer == "/dataset/source"
     assert message in problem.message
 
@@ -146,7 +150,7 @@ def test_rows_that_would_teach_something_else_are_found_before_they_cost(
 ) -> None:
     lines = "\n".join(json.dumps(row) for row in ODD[word])
     spec = spec_of(put("odd.jsonl", lines), None)
-    [problem] = column_problems(spec, clients)
+    [problem] = problems_of(samples_of(spec, clients))
     assert word.strip("'") in problem.message
     assert not is_trainable(spec, tmp_path)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge.spec import registry
-from dropforge_cli.init import ANSWERS, ENOUGH_ROWS, columns_of
+from dropforge_cli.init import ANSWERS, columns_of
 
 from .conftest import Run
 from .test_calling import Terminal
@@ -81,8 +82,8 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
 @pytest.mark.parametrize(
     ("content", "name", "expected"),
     [
-        ("a,b\n1,2\n", "few.csv", f"few.csv has 1 row of data; expected at least {ENOUGH_ROWS}"),
-        ("a,b\n", "head-only.csv", f"head-only.csv has no row of data; expected at least {ENOUGH_ROWS}"),
+        ("a,b\n1,2\n", "few.csv", f"few.csv has 1 row of data; expected at least {MIN_TRAIN_ROWS}"),
+        ("a,b\n", "head-only.csv", f"head-only.csv has no row of data; expected at least {MIN_TRAIN_ROWS}"),
         ("", "empty.csv", "empty.csv has no row of data"),
         (
             "a;b\n" + "1;2\n" * 9,

@@ -173,7 +173,7 @@ def project(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     trainer = "dropforge-trainer@p.iam.gserviceaccount.com"
     write_toml({**toml(), **images, "gke_cluster": "dropforge", "trainer_service_account": trainer})
     data = clients.storage().create_bucket("p-data", location="us-central1")
-    data.blob("rows.jsonl").upload_from_string('{"text": "a"}')
+    data.blob("rows.jsonl").upload_from_string('{"text": "a long row"}')
     yield project
     server.shutdown()
     server.server_close()
@@ -227,7 +227,7 @@ def test_every_answer_about_a_ready_deployment_is_ok(deployed: Deployed, project
     answers = answers_of(deployed, spec(target))
     assert wrong(answers) == []
     kinds = {answer["what"].split()[0] for answer in answers} - {"1"}
-    assert kinds == {"APIs", "account", "project", "bucket", "custom", "image", "spec", "quota"}
+    assert kinds == {"APIs", "account", "project", "bucket", "custom", "image", "spec", "quota", "data"}
     shown = deployed.run("preflight", spec(target))
     assert shown.exit_code == 0
     assert shown.output.splitlines()[-1] == f"{len(answers)} ok"
@@ -296,7 +296,7 @@ def test_a_question_that_cannot_be_asked_is_never_ok(
 
 def test_data_in_another_region_are_a_warning(deployed: Deployed, project: Project) -> None:
     clients.storage().create_bucket("p-far", location="europe-west4").blob("rows.jsonl").upload_from_string(
-        '{"text": "a"}'
+        '{"text": "a long row"}'
     )
     answers = {
         answer["what"]: answer for answer in answers_of(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))

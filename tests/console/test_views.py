@@ -185,6 +185,16 @@ def test_the_spec_of_a_run_can_be_dropped_again(path: Path) -> None:
     assert len(json.loads(text)["training"]) <= len(document["training"])
 
 
+def test_what_the_training_counted_in_its_data_is_told() -> None:
+    counts = {"rows_train": 1900, "rows_eval": 100, "rows_dropped": 3, "rows_truncated": 0, "loss": 0.5}
+    found = record((RunState.SUCCEEDED, 1), metrics={**counts, "answers_given": 5700, "answers_learnt": 5690})
+    assert views.counted(found) == [
+        ("Rows trained on", "1,900"), ("Rows held out", "100"), ("Rows left out", "3"), ("Sequences cut", "0"),
+        ("Answers learnt", "5,690 of 5,700"),
+    ]  # fmt: skip
+    assert views.counted(record((RunState.TRAINING, 1), metrics={})) == []
+
+
 def test_a_list_is_of_the_wanted_days_and_models_and_the_best_results_come_first() -> None:
     def run(day: int, metrics: dict[str, float | None], model: str = "google/gemma-2b") -> Summary:
         found = record((RunState.SUCCEEDED, 1), run=f"r-{day:012x}", metrics=metrics)

@@ -256,7 +256,7 @@ def end_named(user: User, name: str, runs: list[str]) -> None:
 def prepare(user: User) -> None:
     """Create a bucket with data, and a secret."""
     bucket = clients.storage().create_bucket(DATA)
-    bucket.blob("rows.jsonl").upload_from_string("{}")
+    bucket.blob("rows.jsonl").upload_from_string('{"text": "a row of text"}')
     project, secrets = f"projects/{user.settings.project}", clients.secrets()
     secrets.create_secret(parent=project, secret_id="hf-token", secret={"replication": {"automatic": {}}})
     secrets.add_secret_version(parent=f"{project}/secrets/hf-token", payload={"data": b"value"})

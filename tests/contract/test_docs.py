@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 import pytest
 
-from containers.common.rows import MIN_TRAIN_ROWS
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.control_plane import RUN, usage_of_training
 from dropforge.plan import OLD_PRICE
+from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge_cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]

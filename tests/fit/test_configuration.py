@@ -10,17 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.api_core.exceptions import Forbidden
 
-from dropforge.base.errors import InvalidSpec
+from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.settings import Settings
 from dropforge.cloud.clients import Clients
 from dropforge.fit.configuration import NoConfiguration, find_shape
 from dropforge.fit.known import KNOWN_MODELS
-from dropforge.spec import Dataset
+from dropforge.spec import Dataset, JobSpec
 from dropforge.spec.job import Model
 from dropforge.stages import admission
 from dropforge.stages.admission import fit_problems
 
-from ..deployments import Memory, cloud_with
+from ..deployments import Memory, cloud_with, settings_with
 from .test_dry_run import L4, spec_of
 
 TINY = {**KNOWN_MODELS["Qwen/Qwen3-0.6B"].config, "num_hidden_layers": 2}
@@ -110,6 +112,59 @@ def test_admission_refuses_by_the_configuration_and_not_by_the_name() -> None:
     with pytest.raises(InvalidSpec) as caught:
         admission.check(cloud, spec)
     assert {problem.pointer for problem in caught.value.problems} == {"/model/source", "/target/disk_gib"}
+
+
+GOOD_ROW = b'{"prompt": "why not", "completion": "so"}\n'
+
+
+@pytest.mark.parametrize(
+    ("bucket", "rows", "told"),
+    [
+        ("data", GOOD_ROW * 30, ""),
+        ("data", GOOD_ROW * 30 + b'{"prompt": "why", "completion": "so", "label": false}', "row"),
+        ("data", GOOD_ROW + b'{"prompt": ', "line 2 of the data set is not JSON"),
+        ("data", b'{"chosen": "a", "rejected": "b"}', "chosen"),
+        ("data", b"\x1f\x8b compressed while it is stored", ""),
+        ("runs", b'{"secret": 1}', ""),
+        ("specs", b'{"secret": 1}', ""),
+    ],
+)
+def test_admission_refuses_by_the_first_rows_of_the_data(bucket: str, rows: bytes, told: str) -> None:
+    """The buckets of specs and runs are not read: their objects may be of other users."""
+    storage, source = Memory(), f"gs://{bucket}-bucket/rows.jsonl"
+    storage.objects |= {"rows.jsonl": (rows, 1)}
+    spec = spec_of(L4, serve=None)
+    spec = spec.model_copy(update={"dataset": Dataset.model_validate({"source": source})})
+    settings = settings_with(specs_bucket="specs-bucket", runs_bucket="runs-bucket")
+    assert [told in str(problem) for problem in problems_of(settings, storage, spec)] == ([True] if told else [])
+
+
+@pytest.mark.parametrize("what", ["policy", "forbidden"])
+def test_admission_tells_nothing_about_data_that_the_submitter_or_it_may_not_read(what: str) -> None:
+    storage = Memory()
+    storage.objects |= {"rows.jsonl": (b'{"secret": 1}', 1)}
+    if what == "forbidden":
+        storage.blob = forbidden  # type: ignore[assignment]
+    spec = spec_of(L4, serve=None)
+    spec = spec.model_copy(update={"dataset": Dataset.model_validate({"source": "gs://data/rows.jsonl"})})
+    policy = json.dumps({"api_version": "dropforge/v1", "datasets": ["gs://other/*"]}) if what == "policy" else ""
+    problems = problems_of(settings_with(policy=policy), storage, spec)
+    assert "secret" not in str(problems)
+    assert bool(problems) is (what == "policy")
+
+
+def forbidden(name: str) -> Any:
+    raise Forbidden(name)
+
+
+def problems_of(settings: Settings, storage: Memory, spec: JobSpec) -> list[SpecProblem]:
+    try:
+        admission.check(
+            cloud_with(settings, storage=storage, secrets=SimpleNamespace(get_secret_version=enabled)), spec
+        )
+    except InvalidSpec as error:
+        return error.problems
+    return []
 
 
 def enabled(**_: Any) -> Any:

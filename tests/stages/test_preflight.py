@@ -61,7 +61,7 @@ def test_a_spec_whose_budget_may_end_the_endpoint_early_is_accepted_with_a_warni
     for budget, statuses in ((9, ["ok"]), (5, ["ok", "warning"])):
         limits = {"max_duration": "4h", "max_cost_usd": budget}
         document = {**SPEC, "target": target, "serve": serve, "limits": limits}
-        found = list(accepted("spec", parse_spec(json.dumps(document).encode())))
+        found = list(accepted(context_with().cloud, "spec", parse_spec(json.dumps(document).encode())))
         assert [each.status for each in found] == statuses
         assert all("raise limits.max_cost_usd" in each.message for each in found[1:])
 

@@ -7,7 +7,7 @@ name. A field of HARMLESS changes nothing. Any other field is listed once: in th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .values import UnsupportedRow, is_empty, kind_of, word
 
@@ -48,22 +48,35 @@ _REASONS = {
 MEANING = {name: reason for reason, names in _REASONS.items() for name in names}
 JUDGES = frozenset((*_REASONS[_PREFERENCE], *_REASONS[_QUALITY]))  # rows with these fields have good and bad answers
 
+Verdict = Literal["used", "harmless", "refused", "unknown"]
+
 LEARNT = ("weight", "train", "loss", "trainable")  # of a message or a row: whether its answer is learnt
+
+
+def verdict(name: str, used: Collection[str], ignored: Collection[str]) -> Verdict:
+    """What becomes of a field that has a value."""
+    known = name.lower()
+    if name in used:
+        return "used"
+    if name in ignored or known in HARMLESS:
+        return "harmless"
+    return "refused" if known in MEANING else "unknown"
 
 
 def unused_fields(values: Mapping[str, Any], used: Collection[str], ignored: Collection[str], what: str) -> list[str]:
     """The fields of a row or message that nothing reads and no table names. Raises UnsupportedRow."""
     unused = []
     for name, value in values.items():
-        known = str(name).lower()
-        if name in used or name in ignored or known in HARMLESS or is_empty(value):
+        if name in used or is_empty(value):
             continue
-        if known in MEANING:
+        found = verdict(str(name), used, ignored)
+        if found == "refused":
             raise UnsupportedRow(
-                f"{what}the field {name!r} ({kind_of(value)}), which training would lose: {MEANING[known]}",
+                f"{what}the field {name!r} ({kind_of(value)}), which training would lose: {MEANING[str(name).lower()]}",
                 f"take the field out, or name it in dataset.ignore if it means nothing for the training: [{name!r}]",
             )
-        unused.append(str(name))
+        if found == "unknown":
+            unused.append(str(name))
     return unused
 
 

@@ -11,7 +11,7 @@ from dropforge.spec.templates import columns_in, fill_template, shown_columns
 
 from .conversation import USED as USED_IN_MESSAGES
 from .conversation import LeftOut, Message, Row, content_of, conversation, exchange
-from .fields import LEARNT, MEANING, is_learnt, unused_fields
+from .fields import LEARNT, MEANING, Verdict, is_learnt, unused_fields, verdict
 from .values import UnsupportedRow, UnusableRow, is_empty, kind_of, list_of, text_of
 
 SYSTEM = ("system", "system_prompt")
@@ -133,8 +133,13 @@ class Reader:
     def __init__(self, form: Form, ignored: Collection[str] = ()) -> None:
         self._form = form
         self._ignored = frozenset(ignored)
-        self._used = {*form.columns, *form.optional, *LEARNT}
+        self._used = {*form.columns, *form.optional, *(() if self._is_by_templates else LEARNT)}
         self.unused: dict[str, None] = {}  # by first sight
+
+    def verdict(self, column: str) -> Verdict:
+        """What becomes of a column that has values. Templates name what is read, so they refuse no column."""
+        found = verdict(column, self._used, self._ignored)
+        return "harmless" if self._is_by_templates and found != "used" else found
 
     def __call__(self, values: Mapping[str, Any]) -> Row:
         """Raises UnusableRow, UnsupportedRow and LeftOut."""
@@ -221,7 +226,10 @@ def _by_templates(columns: Columns, given: Collection[str]) -> Form:
     def read(values: Mapping[str, Any], reader: Reader) -> Row:
         return exchange(fill("prompt", values), fill("completion", values), fill("system", values))
 
-    return Form((), (), read)
+    read_columns = [
+        column if column in given else column.partition(".")[0] for wanted in named.values() for column in wanted
+    ]
+    return Form((), tuple(read_columns), read)
 
 
 def _named(template: str, where: str) -> list[str]:

@@ -16,6 +16,8 @@ from dropforge.fit.shape import ModelShape
 from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
+from dropforge.rows.check import Report
+from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 from dropforge.spec.policy import Policy, policy_of
@@ -38,7 +40,7 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
         *_missing_secrets(cloud, spec),
         *_missing_objects(cloud, spec),
     ]
-    if problems:
+    if problems := problems or problems_of(data_reports(cloud, spec)):
         raise InvalidSpec(problems)
 
 
@@ -205,6 +207,15 @@ def _missing_objects(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
             problem = _object_problem(cloud, pointer, bucket, path)
             problems += [problem] if problem else []
     return problems
+
+
+def data_reports(cloud: Cloud, spec: JobSpec) -> list[Report]:
+    """The checks of the first rows of the data, if the caller may read them.
+
+    They name columns. So nothing is read for a spec that is refused otherwise, such as by the policy, or from the
+    buckets of specs and runs: a container may read only its own run there.
+    """
+    return samples_of(spec, cloud.clients, (cloud.settings.specs_bucket, cloud.settings.runs_bucket))
 
 
 def _object_problem(cloud: Cloud, pointer: str, bucket: str, path: str) -> SpecProblem | None:

@@ -23,12 +23,13 @@ from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.policy import policy_of
 
-from .admission import check
+from .admission import check, data_reports
 from .answers import Checked, Finding
 from .ceiling import with_defaults
 
 OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
 LIMITS, ENDPOINT_COST = "docs/cli.md#preflight", "docs/limits.md#the-cost-of-an-endpoint"
+DATA = "docs/data-formats.md#check-your-data"
 RIGHTS, TARGETS = "docs/security.md#who-may-do-what", "docs/targets.md"
 
 
@@ -56,12 +57,14 @@ def about(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
     yield from asked("data", partial(_locations, cloud, spec))
 
 
-def accepted(what: str, spec: JobSpec) -> Iterator[Finding]:
-    """Yield the answers about a spec in which admission has found no problem."""
+def accepted(cloud: Cloud, what: str, spec: JobSpec) -> Iterator[Finding]:
+    """Yield the answers about a spec in which admission has found no problem, with the verdict on its first rows."""
     yield Finding(OK, what, "the spec would be accepted; its secrets and sources exist")
     if note := short_endpoint(spec):
         message = f"{note}; raise limits.max_cost_usd, or shorten serve.ttl"
         yield Finding(WARNING, what, message, ENDPOINT_COST)
+    for report in data_reports(cloud, spec):
+        yield Finding(WARNING if report.is_faulty else OK, "data", report.verdict, DATA if report.is_faulty else "")
 
 
 def _accepted(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
@@ -70,7 +73,7 @@ def _accepted(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
     except InvalidSpec as error:
         yield from (Finding(NO, "spec", str(problem)) for problem in error.problems)
     else:
-        yield from accepted("spec", spec)
+        yield from accepted(cloud, "spec", spec)
 
 
 def demands(spec: JobSpec) -> list[Demand]:

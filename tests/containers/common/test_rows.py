@@ -318,7 +318,7 @@ def test_a_row_keeps_its_number_in_the_data_set_when_rows_are_shuffled() -> None
 
 
 def test_rows_of_another_data_set_are_evaluated_and_all_others_trained_on() -> None:
-    from containers.common.rows import evaluation_dataset
+    from dropforge.rows.split import evaluation_dataset
 
     evaluation = Evaluation(source="gs://data/other.jsonl", max_rows=10)
     other = [*pairs(5), *[{"prompt": f"unseen {n}", "completion": f"answer {n}"} for n in range(40)]]
