@@ -132,7 +132,7 @@ def chosen_step(spec: JobSpec, shape: ModelShape, machine: Machine) -> tuple[Ste
             autocast=whole,
             fused=spec.model.attn_implementation != "eager",
         )
-        estimate = training_memory(shape, training.adapter, step)
+        estimate = training_memory(shape, training, step)
         if estimate.total <= usable:
             break
     return step, estimate

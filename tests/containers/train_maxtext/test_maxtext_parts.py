@@ -276,8 +276,16 @@ def test_steps_are_of_all_devices_and_whole_epochs() -> None:
     ],
 )
 def test_the_learning_rate_s_course_is_told_in_maxtext_s_words(name: str, expected: list[str] | str) -> None:
-    words = schedule(spec(lr_scheduler_type=name))
+    words = schedule(spec(lr_scheduler_type=name), 100)
     assert words == expected or expected in words
+
+
+@pytest.mark.parametrize("steps", [7, 100, 1013])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_the_warm_up_of_a_spec_is_maxtext_s_number_of_steps(warmup: int, steps: int) -> None:
+    """MaxText computes int(steps * share)."""
+    words = dict(word.split("=") for word in schedule(spec(warmup_steps=warmup, warmup_ratio=0.5), steps))
+    assert int(steps * float(words["warmup_steps_fraction"])) == warmup
 
 
 @pytest.mark.parametrize(

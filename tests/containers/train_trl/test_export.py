@@ -55,10 +55,10 @@ def logits(model: Any, tokenizer: Any) -> Any:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "stabilised"), [*((family, False) for family in FAMILIES), ("gemma3", True)])
+def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, stabilised: bool, tmp_path: Path) -> None:
     base = base_of(family)
-    checkpoint = adapted(base, tmp_path / "checkpoint")
+    checkpoint = adapted(base, tmp_path / "checkpoint", adapter={"type": "lora", "r": 8, "use_rslora": stabilised})
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template or "{{ messages[0]['content'] }}"
