@@ -418,7 +418,13 @@ class Evaluation(Part):
     max_rows: int = Field(
         default=200, ge=1, le=10_000, description="The largest number of held-out rows that are evaluated."
     )
-    max_new_tokens: int = Field(default=128, ge=1, le=8192, description="The largest number of tokens of an answer.")
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=8192,
+        description="The largest number of tokens of a judged answer. Default: those of the longest held-out answer, "
+        "at most 1024.",
+    )
     gate: Gate | None = Field(
         default=None, description="The bound that the model must reach; without it, the run serves every model."
     )

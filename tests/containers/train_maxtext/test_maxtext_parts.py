@@ -17,6 +17,7 @@ import pytest
 
 from containers.common.chat import IGNORED, Encoded, encode, load_tokenizer
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
+from containers.common.evaluation import answer_tokens
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
@@ -31,7 +32,7 @@ from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import FAMILIES, family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.methods.sft import answer_tokens, judged, probe_rows, sequence_shape
+from containers.train_maxtext.methods.sft import judged, probe_rows, sequence_shape
 from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
