@@ -124,6 +124,7 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     """Train with the container's own plan and trainer; the spec leaves all optional settings open."""
     from containers.common import chat
     from containers.common import rows as data
+    from containers.common.evaluation import AnswerLimit
     from containers.train_trl import train
     from containers.train_trl.methods import Examples
     from containers.train_trl.methods.sft import build_trainer
@@ -141,7 +142,7 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     source = Source(uri="gs://bench/base", revision="0")
     columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
     examples = Examples(source, columns, encoded.lengths, split, None, 0, 0)
-    model = train.load_base(train.Inputs(str(base), source, tokenizer, examples, plan), spec, None)
+    model = train.load_base(train.Inputs(str(base), source, tokenizer, examples, plan, AnswerLimit(0, 0)), spec, None)
     return tokens_per_second(build_trainer(model, spec, columns, tokenizer, plan, Path(directory) / "container"))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ MINIMAL_TEMPLATE = (
     "{{ '\\n' }}{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
 )
 IGNORED = -100
+Learn = Literal["answers", "last_answer", "all"]
 THOUGHTS = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 
 
@@ -162,23 +163,25 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Encoded:
+def encode(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str, learn: Learn = "answers") -> Encoded:
     """Token ids and labels of every row, cut at `max_length`. Raises JobError if the rows are too short or too long."""
-    return join(tokenizer, rows, [encode_chunk(tokenizer, rows, max_length, source)], max_length, source)
+    return join(tokenizer, rows, [encode_chunk(tokenizer, rows, max_length, source, learn)], max_length, source)
 
 
-def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Chunk:
-    """The rows as token ids with labels.
+def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str, learn: Learn = "answers") -> Chunk:
+    """The rows as token ids with labels; `learn` is training.learn of the spec.
 
     Raises JobError for a row of which the chat template would lose a part that means something.
     """
     special, stop = _special_tokens(tokenizer), end_of_turn(tokenizer)
+    if learn == "last_answer":
+        rows = [_last_answer(row) for row in rows]
     sequences: list[tuple[int, Example]] = []
     problems = {}
     for place, row in enumerate(rows):
         try:
             _check_special_tokens(row, special)
-            sequences += [(place, each) for each in _encode_row(tokenizer, row, stop)]
+            sequences += [(place, each) for each in _encode_row(tokenizer, row, stop, learn)]
         except UnsupportedRow as problem:
             raise data_error(f"row {row.number} of {source} has {problem}", problem.hint) from None
         except Exception as error:  # noqa: BLE001  (one odd row of a million does not end a run)
@@ -261,9 +264,9 @@ def _check_special_tokens(row: Row, special: re.Pattern[str]) -> None:
             )
 
 
-def _encode_row(tokenizer: Any, row: Row, stop: int) -> list[Example]:
+def _encode_row(tokenizer: Any, row: Row, stop: int, learn: Learn) -> list[Example]:
     if row.messages:
-        return _encode_conversation(tokenizer, row, stop)
+        return _encode_conversation(tokenizer, row, stop, prompts=learn == "all")
     ids = list(tokenizer(row.text)["input_ids"])
     if ids[:1] == ids[1:2] == [tokenizer.bos_token_id]:
         ids = ids[1:]  # the text had its first token already
@@ -271,8 +274,15 @@ def _encode_row(tokenizer: Any, row: Row, stop: int) -> list[Example]:
     return [Example(ids, list(ids), [len(ids)])]
 
 
-def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
-    """Labels exactly the assistant's answers, each with the token that ends it; muted answers have no label.
+def _last_answer(row: Row) -> Row:
+    """The row without a loss on its earlier answers."""
+    return replace(row, muted=row.muted | set(row.answers[:-1]))
+
+
+def _encode_conversation(tokenizer: Any, row: Row, stop: int, *, prompts: bool) -> list[Example]:
+    """Labels the assistant's answers, each with the token that ends it; muted answers have no label.
+
+    With `prompts`, every other token has a label, too, where it comes first.
 
     Each answer follows the prompt that serving makes. If the template renders earlier turns differently in that prompt
     (Qwen 3 leaves out their thoughts), the answer begins a sequence of its own.
@@ -287,16 +297,22 @@ def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> list[Example]:
         asked = render(tokenizer, row.messages[:index], for_answer=True, tools=row.tools)
         prompt = _ids(tokenizer, asked)
         if prompt[: len(ids)] != ids:
+            known = _same(ids, prompt) if ends else 0
             if ends:
                 sequences.append(Example(ids, labels, ends))
-            ids, labels, ends = [], [], []
-        labels += [IGNORED] * (len(prompt) - len(ids))
+            ids, labels, ends = prompt[:known], [IGNORED] * known, []
+        labels += prompt[len(ids) :] if prompts else [IGNORED] * (len(prompt) - len(ids))
         answer = _encode_answer(tokenizer, row, index, asked, prompt, stop)
         ids = [*prompt, *answer]
         labels += [IGNORED] * len(answer) if index in row.muted else answer
         if index not in row.muted:
             ends.append(len(ids))
     return [*sequences, Example(ids, labels, ends)] if ends else sequences
+
+
+def _same(one: Sequence[int], two: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _encode_answer(tokenizer: Any, row: Row, index: int, asked: str, prompt: list[int], stop: int) -> list[int]:

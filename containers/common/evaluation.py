@@ -6,15 +6,18 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS, LOSS_TOKENS
+import numpy as np
+
+from dropforge.fit.phases import ANSWER_TOKENS, GENERATION_ROWS, GENERATION_TOKENS, LOSS_TOKENS
 from dropforge.rows import Row
 from dropforge.spec import JobSpec
 
-from .chat import IGNORED, Encoded, answer_of, encode_prompt, stop_ids, visible_answer
+from .chat import IGNORED, Encoded, answer_of, encode_prompt, end_of_turn, stop_ids, visible_answer
 from .errors import config_error
 from .rows import Split
+from .token_rows import Ints
 
 SAMPLES = 5
 # The curve of the held-out loss: its points at most, and the most that it adds to the work of the training.
@@ -30,6 +33,13 @@ class Score:
     answers: list[str] = field(default_factory=list)
 
 
+class AnswerLimit(NamedTuple):
+    """How many tokens a judged answer may have, and how many held-out answers are longer: they count as wrong."""
+
+    tokens: int
+    beyond: int
+
+
 def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, max_new_tokens: int) -> Score:
     """The model's loss on the rows, and the share of answers that greedy decoding reproduces exactly."""
     model.eval()
@@ -41,6 +51,27 @@ def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, 
     )
     right = sum(answer == answer_of(tokenizer, row) for answer, row in zip(answers, rows, strict=True))
     return Score(loss, right / len(rows), answers)
+
+
+def answer_limit(spec: JobSpec, tokenizer: Any, rows: Sequence[Row], encoded: Encoded | None) -> AnswerLimit:
+    """evaluation.max_new_tokens, or else the longest held-out answer with the token that ends it, within a bound."""
+    if spec.evaluation is None or encoded is None:
+        return AnswerLimit(0, 0)
+    stop, ids, labels = end_of_turn(tokenizer), encoded.input_ids, encoded.labels
+    sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
+    limit = spec.evaluation.max_new_tokens
+    if limit is None:
+        limit = min(ANSWER_TOKENS, max([1, *sizes]))
+    beyond = sum(size - 1 > limit for size in sizes) if all(row.messages for row in rows) else 0
+    return AnswerLimit(limit, beyond)
+
+
+def answer_tokens(ids: Ints, labels: Ints, stop: int) -> int:
+    """The number of labelled tokens at the end of a row; 0 if the row does not end as an answer."""
+    if ids[-1] != stop:
+        return 0
+    before = np.flatnonzero(labels == IGNORED)
+    return int(len(ids) - 1 - before[-1]) if len(before) else len(ids)
 
 
 def mean_loss(model: Any, tokenizer: Any, encoded: Encoded, most_tokens: int = LOSS_TOKENS) -> float:

@@ -31,7 +31,7 @@ from dropforge.run.proof import PROOF, is_proved, proof
 from dropforge.spec import Dataset, JobSpec
 
 from . import chat
-from .chat import Chunk, Encoded
+from .chat import Chunk, Encoded, Learn
 from .errors import infrastructure_error
 from .job import Job
 from .rows import Split, held_out_source
@@ -62,14 +62,14 @@ class Tokeniser:
         """The tokeniser of the model in the directory `base`. Raises JobError if the model has no tokenizer."""
         return cls(chat.load_tokenizer(base, trust_remote_code), base, trust_remote_code, method, cache)
 
-    def encode(self, rows: Sequence[Row], max_length: int, source: str) -> Encoded:
+    def encode(self, rows: Sequence[Row], max_length: int, source: str, learn: Learn = "answers") -> Encoded:
         """As chat.encode: the same result for any number of processes. Raises JobError."""
-        key = self.key(rows, max_length) if self.cache else ""
+        key = self.key(rows, max_length, learn) if self.cache else ""
         if self.cache and (cached := self.cache.read(key)):
             log("read the token ids of an earlier attempt", stage="train", rows=len(rows), key=key)
             return cached
         began, processes = time.monotonic(), self.processes or processes_for(rows)
-        chunks = list(self._chunks(rows, max_length, source, processes))
+        chunks = list(self._chunks(rows, max_length, source, learn, processes))
         encoded = chat.join(self.tokenizer, rows, chunks, max_length, source)
         seconds = round(time.monotonic() - began, 1)
         log(f"tokenised {len(rows):,} rows", stage="train", rows=len(rows), seconds=seconds, processes=processes)
@@ -77,21 +77,23 @@ class Tokeniser:
             self.cache.write(key, encoded)
         return encoded
 
-    def key(self, rows: Sequence[Row], max_length: int) -> str:
+    def key(self, rows: Sequence[Row], max_length: int, learn: Learn = "answers") -> str:
         """A digest of the rows and of everything that turns rows into token ids."""
         packages = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
         digest = hashlib.sha256(Path(chat.__file__).read_bytes())
-        digest.update(json.dumps([packages, self.method, max_length, self.tokenizer.chat_template]).encode())
+        digest.update(json.dumps([packages, self.method, max_length, learn, self.tokenizer.chat_template]).encode())
         for path in sorted(path for pattern in TOKENIZER_FILES for path in Path(self.base).glob(pattern)):
             digest.update(f"\n{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
         for row in rows:
             digest.update(json.dumps([row.messages, row.text, sorted(row.muted), row.tools]).encode())
         return digest.hexdigest()
 
-    def _chunks(self, rows: Sequence[Row], max_length: int, source: str, processes: int) -> Iterator[Chunk]:
+    def _chunks(
+        self, rows: Sequence[Row], max_length: int, source: str, learn: Learn, processes: int
+    ) -> Iterator[Chunk]:
         parts = [rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS)]
         if processes == 1:
-            yield from (chat.encode_chunk(self.tokenizer, part, max_length, source) for part in parts)
+            yield from (chat.encode_chunk(self.tokenizer, part, max_length, source, learn) for part in parts)
             return
         # Not fork: this process has threads (gRPC, the job events), and a fork copies their locks in any state.
         pool = ProcessPoolExecutor(
@@ -101,7 +103,7 @@ class Tokeniser:
             initargs=(self.base, self.trust_remote_code),
         )
         try:
-            yield from pool.map(_encode_chunk, parts, repeat(max_length), repeat(source))
+            yield from pool.map(_encode_chunk, parts, repeat(max_length), repeat(source), repeat(learn))
         except BrokenProcessPool:
             raise infrastructure_error(
                 f"one of {processes} processes that tokenise the rows of {source} was killed",
@@ -128,10 +130,13 @@ def cores() -> int:
 
 
 def encode_split(tokeniser: Tokeniser, split: Split, spec: JobSpec) -> tuple[Split, Encoded, Encoded | None]:
-    """The rows' token ids, and the split without the rows that have none. Raises JobError."""
+    """The rows' token ids, and the split without the rows that have none. Raises JobError.
+
+    The held-out rows have a loss on their answers, whatever the training learns: those are what a user gets.
+    """
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     length, judged = spec.training.max_length, held_out_source(spec.dataset, spec.evaluation)
-    train = tokeniser.encode(split.train, length, spec.dataset.source)
+    train = tokeniser.encode(split.train, length, spec.dataset.source, spec.training.learn)
     held_out = tokeniser.encode(split.held_out, length, judged) if split.held_out else None
     kept = replace(
         split,
@@ -272,5 +277,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_chunk(rows: Sequence[Row], max_length: int, source: str) -> Chunk:
-    return chat.encode_chunk(_tokenizer, rows, max_length, source)
+def _encode_chunk(rows: Sequence[Row], max_length: int, source: str, learn: Learn) -> Chunk:
+    return chat.encode_chunk(_tokenizer, rows, max_length, source, learn)

@@ -65,7 +65,7 @@ def answers(model: Any, tokenizer: Any, rows: list[Row], work: Work) -> list[str
     if not rows or work.spec.evaluation is None:
         return []
     prompts = [chat.encode_prompt(tokenizer, row.prompt, row.tools) for row in rows]
-    return generate(model, tokenizer, prompts, min(SAMPLE_TOKENS, work.spec.evaluation.max_new_tokens))
+    return generate(model, tokenizer, prompts, min(SAMPLE_TOKENS, work.spec.evaluation.max_new_tokens or SAMPLE_TOKENS))
 
 
 def seal(work: Work, model: Any, tokenizer: Any, links: dict[str, float]) -> None:

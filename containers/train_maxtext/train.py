@@ -176,11 +176,13 @@ def arguments(spec: JobSpec, prepared: Result, work: Work, steps: int, parameter
         f"gradient_accumulation_steps={training.gradient_accumulation_steps}",
         f"max_target_length={prepared['length']}",
         f"steps={steps}",
-        *schedule(spec),
+        *schedule(spec, steps),
         f"learning_rate={training.learning_rate}",
         f"gradient_clipping_threshold={training.max_grad_norm}",
         f"adam_weight_decay={training.weight_decay}",
-        "adam_b2=0.999",
+        f"adam_b1={training.adam_beta1}",
+        f"adam_b2={training.adam_beta2}",
+        f"adam_eps={training.adam_epsilon}",
         f"checkpoint_period={training.checkpoint_steps}",
         "eval_interval=-1",
         f"init_weights_seed={training.seed}",
@@ -188,10 +190,13 @@ def arguments(spec: JobSpec, prepared: Result, work: Work, steps: int, parameter
     ]
 
 
-def schedule(spec: JobSpec) -> list[str]:
+def schedule(spec: JobSpec, steps: int) -> list[str]:
     """The learning rate's schedule. MaxText has two kinds: cosine, and warm-up, stable, decay."""
     training = spec.training
     kind, warmup = training.lr_scheduler_type, training.warmup_ratio
+    if training.warmup_steps is not None:
+        # MaxText cuts the product of this share and the steps to a whole number.
+        warmup = min(1.0, (training.warmup_steps + 0.5) / steps) if training.warmup_steps else 0.0
     if kind == "cosine":
         return ["lr_schedule_type=cosine", f"warmup_steps_fraction={warmup}", "learning_rate_final_fraction=0"]
     if kind == "linear":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from containers.common.chat import encode_prompt, stop_ids
-from containers.common.errors import code_error
+from containers.common.errors import code_error, config_error
 from containers.common.publish import BASE, MODEL
 from dropforge.rows import Row
 from dropforge.spec import JobSpec
@@ -18,6 +18,8 @@ from .plan import dtype_of
 
 # Files of the base that are not weights: configuration, processors, the model's own code. The tokenizer is saved anew.
 COPIED = (".json", ".jinja", ".model", ".txt", ".py")
+# Settings of a generation that only sampling uses; transformers refuses to save them where do_sample is false.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def save(base: Path, checkpoint: Path, tokenizer: Any, directory: Path, spec: JobSpec) -> None:
@@ -28,10 +30,7 @@ def save(base: Path, checkpoint: Path, tokenizer: Any, directory: Path, spec: Jo
     from . import merge
 
     model = served_directory(directory, spec)
-    model.mkdir(parents=True)
-    for path in base.iterdir():
-        if path.suffix in COPIED and path.name != merge.INDEX:
-            shutil.copy(path, model)
+    save_beside_weights(base, tokenizer, model, spec)
     if spec.training.adapter.type == "none":
         merge.cast(checkpoint, model, base_dtype(base, spec))
     else:
@@ -40,8 +39,34 @@ def save(base: Path, checkpoint: Path, tokenizer: Any, directory: Path, spec: Jo
         else:
             merge.merge_adapter(base, checkpoint, model)
         _save_adapter(checkpoint, directory / "adapter", spec)
-    tokenizer.save_pretrained(model)
-    _save_generation_config(base, tokenizer, model, spec)
+
+
+def save_beside_weights(base: Path, tokenizer: Any, directory: Path, spec: JobSpec) -> None:
+    """Write the files of an exported model that are not weights."""
+    from . import merge
+
+    directory.mkdir(parents=True)
+    for path in base.iterdir():
+        if path.suffix in COPIED and path.name != merge.INDEX:
+            shutil.copy(path, directory)
+    tokenizer.save_pretrained(directory)
+    _save_generation_config(base, tokenizer, directory, spec)
+
+
+def rehearse(base: Path, tokenizer: Any, rows: Sequence[Row], directory: Path, spec: JobSpec) -> None:
+    """Do before the training what the export does beside the weights, and read it back. Raises JobError.
+
+    A tokenizer or a configuration that cannot be saved would else end the run after the training was paid for.
+    """
+    try:
+        save_beside_weights(base, tokenizer, served_directory(directory, spec), spec)
+    except (OSError, ValueError, TypeError) as error:
+        raise config_error(
+            f"the tokenizer or generation_config.json of model.source cannot be saved: {error}",
+            "nothing was trained; correct these files in a copy of the model, and name the copy in model.source",
+        ) from None
+    check_prompts(directory, tokenizer, rows, spec)
+    shutil.rmtree(directory)
 
 
 def shares(spec: JobSpec) -> bool:
@@ -131,7 +156,7 @@ def check_prompts(directory: Path, tokenizer: Any, rows: Sequence[Row], spec: Jo
             raise code_error(
                 f"the exported tokenizer makes other tokens of a prompt: {actual[:8]} where the training had "
                 f"{expected[:8]} (the first of {len(actual)} and {len(expected)})",
-                "nothing was published; the export has a bug",
+                "nothing was published; the export has a bug, or the tokenizer does not load as it was saved",
             )
 
 
@@ -149,6 +174,21 @@ def _save_generation_config(base: Path, tokenizer: Any, directory: Path, spec: J
     The evaluation is greedy. The base's sampling defaults stay only if the endpoint shall have them, or if there is
     no endpoint.
     """
+    from transformers import GenerationConfig
+
+    settings = generation_settings(base, spec)
+    if spec.serve is not None and spec.serve.sampling == "greedy":
+        settings = GenerationConfig(bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id)
+    settings.eos_token_id = stop_ids(tokenizer, settings)
+    settings.pad_token_id = tokenizer.pad_token_id
+    settings.save_pretrained(directory)
+
+
+def generation_settings(base: Path, spec: JobSpec) -> Any:
+    """The base's settings of a generation, without values that its other values leave without effect.
+
+    Models are published with a temperature and no do_sample. transformers loads such a file, and refuses to save it.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     if (base / "generation_config.json").is_file():
@@ -156,11 +196,10 @@ def _save_generation_config(base: Path, tokenizer: Any, directory: Path, spec: J
     else:
         config = AutoConfig.from_pretrained(base, trust_remote_code=spec.model.trust_remote_code)
         settings = GenerationConfig.from_model_config(config)
-    if spec.serve is not None and spec.serve.sampling == "greedy":
-        settings = GenerationConfig(bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id)
-    settings.eos_token_id = stop_ids(tokenizer, settings)
-    settings.pad_token_id = tokenizer.pad_token_id
-    settings.save_pretrained(directory)
+    if not settings.do_sample:
+        for name in SAMPLING:
+            setattr(settings, name, None)
+    return settings
 
 
 def _save_adapter(checkpoint: Path, directory: Path, spec: JobSpec) -> None:

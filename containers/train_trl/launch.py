@@ -28,11 +28,10 @@ SHUTDOWN_SECONDS = 30
 
 def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Outcome:
     """Train in the ranks of this machine and forward SIGTERM and the deadline to them; returns the common outcome."""
-    if spec.training.adapter.type == "qlora":
-        raise config_error(
-            f"training.adapter.type is 'qlora' and {job.world.size} processes train; 4-bit weights are not sharded",
-            "use a lora adapter: each process holds only its share of the weights; or use one process",
-        )
+    if found := spec.training.unsharded():
+        field, value, reason, cure = found
+        message = f"training.{field.replace('/', '.')} is {value!r} and {job.world.size} processes train; {reason}"
+        raise config_error(message, f"use {cure}, or one process")
     gpus = visible_gpus()
     if gpus and job.world.processes > gpus:
         raise config_error(

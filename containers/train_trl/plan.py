@@ -178,7 +178,7 @@ def estimate(
     autocast = device.bf16 and spec.training.adapter.type == "none"
     fused, on_cpu = _attention(spec, device) != "eager", device.kind == "cpu"
     step = Step(batch, length, checkpointing, shards, size, autocast, fused, on_cpu)
-    return training_memory(shape, spec.training.adapter, step)
+    return training_memory(shape, spec.training, step)
 
 
 def _is_auto(spec: JobSpec) -> bool:

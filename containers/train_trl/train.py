@@ -27,7 +27,7 @@ from typing import Any
 from containers.common import chat, evaluation, fit, sealing
 from containers.common.attempt import Attempt, exit_now, run_attempt
 from containers.common.checkpoints import NOTES
-from containers.common.evaluation import Score
+from containers.common.evaluation import AnswerLimit, Score
 from containers.common.job import Job
 from containers.common.model import fetch_model
 from containers.common.outcome import Outcome
@@ -56,6 +56,7 @@ from .plan import (
     use_threads,
 )
 
+REHEARSED_ROWS = 32  # whose prompts the saved tokenizer must make again
 CURVE_ROWS = 32  # of the curve of the held-out loss
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
@@ -110,6 +111,7 @@ class Inputs:
     tokenizer: Any
     examples: Examples
     plan: Plan
+    limit: AnswerLimit
 
     def digest(self, checkpoint: Path | None) -> str:
         """Equal on machines whose ranks train alike."""
@@ -161,8 +163,13 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     if checkpoint and (rows := read_notes(checkpoint).get("rows_per_step")):
         plan = keep_rows_per_step(plan, rows, world.size)
     use_threads(plan)
-    log_plan(spec, attempt.job, examples, plan)
-    return Inputs(base, base_source, tokeniser.tokenizer, examples, plan), checkpoint
+    from . import export
+
+    rows = examples.split.held_out or examples.split.train[:REHEARSED_ROWS]
+    export.rehearse(Path(base), tokeniser.tokenizer, rows, directory / "rehearsal", spec)
+    limit = evaluation.answer_limit(spec, tokeniser.tokenizer, examples.split.held_out, examples.held_out)
+    log_plan(spec, attempt.job, examples, plan, limit)
+    return Inputs(base, base_source, tokeniser.tokenizer, examples, plan, limit), checkpoint
 
 
 def check_phases(spec: JobSpec, client: Any, directory: Path, device: Device) -> None:
@@ -173,7 +180,7 @@ def check_phases(spec: JobSpec, client: Any, directory: Path, device: Device) ->
     fit.check(spec, client, directory, machine)
 
 
-def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan) -> None:
+def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan, limit: AnswerLimit) -> None:
     rows_per_step = rows_of_a_step(spec, plan, examples.lengths, job.world.size)
     log(
         "prepared",
@@ -191,7 +198,16 @@ def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan) -> None:
         rows_per_step=rows_per_step,
         tokens_per_step=round(rows_per_step * sum(examples.lengths) / len(examples.lengths)),
         memory=str(plan.estimate),
+        max_new_tokens=limit.tokens,
     )
+    if limit.beyond:
+        log(
+            f"{limit.beyond} held-out answers are longer than the {limit.tokens} tokens of a judged answer, and count "
+            "as wrong: raise evaluation.max_new_tokens",
+            stage="train",
+            run=job.run,
+            severity="WARNING",
+        )
 
 
 def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int) -> float:
@@ -252,8 +268,7 @@ def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, 
     alone, model = not job.world.sharded, None
     if job.world.main and spec.evaluation and inputs.examples.held_out and "before" not in notes:
         model = load_to_judge(inputs, spec, spread=not alone)
-        limit = spec.evaluation.max_new_tokens
-        score = method.evaluate(model, inputs.tokenizer, inputs.examples, limit)
+        score = method.evaluate(model, inputs.tokenizer, inputs.examples, inputs.limit.tokens)
         log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
         notes["before"] = asdict(score)
     if model is not None and alone and trains_as_saved(inputs, spec):
@@ -285,6 +300,8 @@ def load_base(inputs: Inputs, spec: JobSpec, placement: Any) -> Any:
     """The base model to train, in 4 bits for QLoRA. `placement` is its device map; None lets FSDP place it."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    from . import export
+
     dtype = dtype_of(inputs.plan.dtype)
     options: dict[str, Any] = {}
     if spec.training.adapter.type == "qlora":
@@ -296,13 +313,15 @@ def load_base(inputs: Inputs, spec: JobSpec, placement: Any) -> Any:
         )
     if placement is not None:
         options["device_map"] = placement
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         inputs.base,
         dtype=dtype,
         attn_implementation=inputs.plan.attention,
         trust_remote_code=spec.model.trust_remote_code,
         **options,
     )
+    model.generation_config = export.generation_settings(Path(inputs.base), spec)  # a checkpoint of all weights has it
+    return model
 
 
 def shard(trainer: Any, job: Job) -> None:
@@ -341,9 +360,10 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
     metrics["rows_per_step"] = rows_of_a_step(spec, inputs.plan, examples.lengths, job.world.size)
     if spec.evaluation and examples.held_out:
         before = Score(**notes["before"])
-        after = method.evaluate(served, inputs.tokenizer, examples, spec.evaluation.max_new_tokens)
+        after = method.evaluate(served, inputs.tokenizer, examples, inputs.limit.tokens)
         log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
         metrics |= method.metrics(before, after)
+        metrics |= {"max_new_tokens": inputs.limit.tokens, "answers_beyond": inputs.limit.beyond}
         evaluation.write_samples(directory, examples.split.held_out, before.answers, after.answers)
     metrics |= links
     seal_export(spec, job, inputs, served, directory, links)
@@ -359,7 +379,9 @@ def load_export(
     from . import export, parity
 
     examples = inputs.examples
-    export.check_prompts(directory, inputs.tokenizer, examples.split.held_out or examples.split.train[:32], spec)
+    export.check_prompts(
+        directory, inputs.tokenizer, examples.split.held_out or examples.split.train[:REHEARSED_ROWS], spec
+    )
     base = Path(inputs.base)
     placement = device_map_of(base, inputs.plan.device, spec, spread=job.world.sharded)
     if spec.training.adapter.type == "none":

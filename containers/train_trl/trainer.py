@@ -95,9 +95,16 @@ def shared_settings(spec: JobSpec, plan: Plan, directory: Path) -> dict[str, Any
         "num_train_epochs": training.epochs,
         "learning_rate": training.learning_rate,
         "lr_scheduler_type": training.lr_scheduler_type,
-        "warmup_steps": training.warmup_ratio,  # a value below 1 is a share of the steps
+        "lr_scheduler_kwargs": training.lr_scheduler_kwargs.model_dump(exclude_none=True) or None,
+        # A value below 1 is a share of the steps.
+        "warmup_steps": training.warmup_ratio if training.warmup_steps is None else training.warmup_steps,
+        "optim": training.optim,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "adam_epsilon": training.adam_epsilon,
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
+        "neftune_noise_alpha": training.neftune_noise_alpha,
         "per_device_train_batch_size": plan.batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "gradient_checkpointing": plan.gradient_checkpointing,
@@ -166,6 +173,7 @@ def lora_config(spec: JobSpec, model: Any) -> LoraConfig | None:
         r=adapter.r,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
+        use_rslora=adapter.use_rslora,
         target_modules=adapter.target_modules,
         exclude_modules=_other_modules(model),
     )

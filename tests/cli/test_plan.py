@@ -170,6 +170,14 @@ def test_an_old_price_is_marked_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warning.startswith("the price of 2025-12-01 is 182 days old; check https://cloud.google.com/run/pricing")
 
 
+def test_the_learning_rate_is_shown(dropforge: Run, tmp_path: Path) -> None:
+    """Also the default one, which depends on the adapter."""
+    document = json.loads(EXAMPLE.read_text())
+    document["training"] = {"adapter": {"type": "qlora"}}
+    (tmp_path / "job.json").write_text(json.dumps(document))
+    assert "learning rate 0.0002, cosine" in dropforge("plan", tmp_path / "job.json").output
+
+
 def test_an_invalid_spec_is_refused_with_a_pointer(dropforge: Run) -> None:
     Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "limits": {"max_cost_usd": 0.001}}))
     result = dropforge("plan", "s.json")

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.base.redact import redact
-from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, registry, seconds
+from dropforge.spec import MAX_SPEC_BYTES, JobSpec, foreign, job_spec_schema, parse_spec, registry, seconds
 from dropforge.spec.job import RESERVED_VARIABLES
+from dropforge.spec.parse import field_places
 from dropforge.spec.parts import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,3 +280,30 @@ def test_a_malformed_value_is_refused_in_words(change: dict[str, Any], words: st
     minimal = json.loads((EXAMPLES / "valid" / "minimal.json").read_text())
     [problem] = problems_of(json.dumps({**minimal, **change}).encode())
     assert words in (problem.expected or "")
+
+
+def test_a_name_of_another_tool_gets_the_field_of_a_job_spec_or_a_reason() -> None:
+    assert not set(foreign.TAKEN) & set(foreign.REFUSED)
+    assert set(foreign.TAKEN.values()) <= set(field_places())
+    assert not [name for name in (*foreign.TAKEN, *foreign.REFUSED) if f"training.{name}" in field_places()]
+    for part, name, expected in (
+        ("training", "num_train_epochs", "'training.epochs', which is its name in a job spec"),
+        ("training", "lora_r", "'training.adapter.r', which is its name in a job spec"),
+        ("model", "learning_rate", "'training.learning_rate', its place in a job spec"),
+        ("training", "use_dora", "training.adapter.use_rslora, or a higher training.adapter.r"),
+    ):
+        document = copy.deepcopy(DOCUMENTS[0])
+        document.setdefault(part, {})[name] = 1
+        (problem,) = problems_of(json.dumps(document).encode())
+        assert (problem.pointer, problem.expected) == (f"/{part}/{name}", expected)
+
+
+def test_the_default_of_the_learning_rate_follows_the_adapter() -> None:
+    document = copy.deepcopy(DOCUMENTS[0])
+    rates = []
+    for adapter in ("none", "lora", "qlora"):
+        document["training"] = {"adapter": {"type": adapter}}
+        rates.append(parse_spec(json.dumps(document).encode()).training.learning_rate)
+    assert rates == [2e-5, 2e-4, 2e-4]
+    document["training"] = {"adapter": {"type": "qlora", "r": 0}}
+    assert [problem.pointer for problem in problems_of(json.dumps(document).encode())] == ["/training/adapter/r"]

@@ -815,6 +815,18 @@ def test_people_are_told_if_many_rows_were_cut(truncated: float | None, is_told:
     assert place.record.metrics["rows_truncated"] == truncated
 
 
+@pytest.mark.parametrize(
+    ("beyond", "told"), [(0, []), (None, []), (3, ["3 held-out answers are longer than 40 tokens"])]
+)
+def test_people_are_told_of_answers_that_were_too_long_to_judge(beyond: float | None, told: list[str]) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, max_new_tokens=40, answers_beyond=beyond)
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert [text.partition(" and count")[0] for text in texts] == told
+
+
 @pytest.mark.parametrize("fields", [[], ["mood", "page"]])
 def test_people_are_told_the_fields_of_the_data_that_nothing_has_read(fields: list[str]) -> None:
     place = Place(spec={**DAY, "serve": None}, attempts=[running()])

@@ -9,12 +9,10 @@ import numpy as np
 
 from containers.common import chat
 from containers.common import rows as data
-from containers.common.chat import IGNORED
 from containers.common.errors import config_error
-from containers.common.evaluation import check_gate
+from containers.common.evaluation import answer_tokens, check_gate
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
-from containers.common.token_rows import Ints
 from containers.common.tokenise import TokenCache, Tokeniser, encode_split
 from dropforge.fit.maxtext import padded_length
 from dropforge.run.seal import ROWS
@@ -74,20 +72,13 @@ def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: 
         return {}
     if not all(row.messages for row in split.held_out):
         return {"held_out": held_out}
-    longest = spec.evaluation.max_new_tokens + 1  # with the token that ends the answer
+    # With the token that ends the answer. A forward pass costs the same for any length, so there is no other limit.
+    longest = (spec.evaluation.max_new_tokens or max(held_out.lengths)) + 1
     stop, ids, labels = chat.end_of_turn(tokenizer), held_out.input_ids, held_out.labels
     sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
     answers = [size if size <= longest else 0 for size in sizes]
     answers += [0] * (held_out.dropped - len(held_out.refused))
     return {"held_out": held_out, "answers": np.array(answers, np.int32)}
-
-
-def answer_tokens(ids: Ints, labels: Ints, stop: int) -> int:
-    """The number of labelled tokens at the end of a row; 0 if the row does not end as an answer."""
-    if ids[-1] != stop:
-        return 0
-    before = np.flatnonzero(labels == IGNORED)
-    return int(len(ids) - 1 - before[-1]) if len(before) else len(ids)
 
 
 def probe_rows(lengths: list[int]) -> int:

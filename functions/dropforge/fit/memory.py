@@ -14,13 +14,23 @@ from dropforge.spec.machine import GIB
 from .shape import ModelShape
 
 if TYPE_CHECKING:
-    from dropforge.spec.job import Adapter
+    from dropforge.spec.job import Adapter, Training
 
 # TRL 1.16 computes the output layer in tiles of so many tokens and entries of the vocabulary
 # (trl/kernels/chunked_logprob.py). A kernel works in place on a GPU; PyTorch's operations on a CPU make copies.
 TILE_TOKENS, TILE_ENTRIES = 4096, 32_768
 _CPU_COPIES = 9
-_OPTIMISER, _GRADIENT = 8, 4  # bytes of a trained parameter: Adam's two moments, and the gradient, in 32 bits
+_GRADIENT = 4  # bytes of a trained parameter, in 32 bits
+# Bytes of a trained parameter in the optimiser's state: Adam's two moments in 32 bits, or in 8 bits with a constant for
+# each block of 256; Adafactor has the means of rows and columns. A paged state may leave the accelerator's memory. It
+# counts here, because training is slow without it.
+_STATES = {
+    "adamw_torch_fused": 8.0,
+    "paged_adamw_32bit": 8.0,
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
+    "adafactor": 1.0,
+}
 _NF4 = 4.127 / 8  # bytes of a weight in 4 bits with doubly quantised block constants
 
 
@@ -73,11 +83,12 @@ class Estimate:
         return f"{' + '.join(parts)} = {_gib(self.total)}"
 
 
-def training_memory(shape: ModelShape, adapter: Adapter, step: Step) -> Estimate:
+def training_memory(shape: ModelShape, training: Training, step: Step) -> Estimate:
     """Bytes at the peak of a training step. Counts only the terms that grow with the model and the batch."""
+    adapter = training.adapter
     weights = loaded_bytes(shape, adapter, step)
     trained = shape.parameters if adapter.type == "none" else adapter_parameters(shape, adapter)
-    optimiser, gradients = _OPTIMISER * trained, _GRADIENT * trained
+    optimiser, gradients = optimiser_bytes(shape, training, trained), _GRADIENT * trained
     if adapter.type != "none":
         weights += _GRADIENT * trained  # the adapter itself, in 32 bits
     if step.shards > 1:
@@ -97,6 +108,13 @@ def training_memory(shape: ModelShape, adapter: Adapter, step: Step) -> Estimate
     return Estimate(weights, optimiser, gradients, layer * shape.layers, logits, layer)
 
 
+def optimiser_bytes(shape: ModelShape, training: Training, trained: int) -> int:
+    """Bytes of the optimiser's state for `trained` parameters. The trainer keeps an embedding's moments in 32 bits."""
+    each = _STATES[training.optim]
+    embedding = shape.embedding if training.adapter.type == "none" and training.optim.endswith("8bit") else 0
+    return int(each * (trained - embedding) + _STATES["adamw_torch_fused"] * embedding)
+
+
 def output_bytes(shape: ModelShape, step: Step) -> int:
     """Bytes that the backward pass of the output layer holds: a tile of logits, and the gradient of the last layer."""
     entry = 4 * _CPU_COPIES if step.on_cpu else step.size
@@ -111,11 +129,11 @@ def loaded_bytes(shape: ModelShape, adapter: Adapter, step: Step) -> int:
     return (step.size + (2 if step.autocast and step.shards == 1 else 0)) * shape.parameters
 
 
-def least_bytes(parameters: int, adapter: str) -> int:
+def least_bytes(parameters: int, training: Training) -> int:
     """The least that training a model of so many parameters takes on all accelerators together, without activations."""
-    if adapter == "none":
-        return (4 + _OPTIMISER + _GRADIENT) * parameters
-    return int(parameters * (_NF4 if adapter == "qlora" else 2))
+    if training.adapter.type == "none":
+        return int((4 + _STATES[training.optim] + _GRADIENT) * parameters)
+    return int(parameters * (_NF4 if training.adapter.type == "qlora" else 2))
 
 
 def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:

@@ -39,6 +39,7 @@ TOKEN_BYTES = 24  # of host memory for a token of the data: its id and its label
 TOKENISER_BYTES = 2_400_000_000  # of host memory: eight processes that tokenise
 GENERATION_ROWS = 64  # prompts that the evaluation answers at once
 GENERATION_TOKENS = 32_768  # tokens of prompts and answers that the evaluation holds at once
+ANSWER_TOKENS = 1024  # of a judged answer, at most, where the spec has no limit
 LOSS_TOKENS = 2048  # tokens whose logits the evaluation holds at once
 VLLM_GRAPHS_BYTES = 1_500_000_000  # CUDA graphs (0.5 to 1.5 GB)
 VLLM_TOKENS = 8192  # of a prefill step, vLLM's max_num_batched_tokens for servers
@@ -132,7 +133,7 @@ def chosen_step(spec: JobSpec, shape: ModelShape, machine: Machine) -> tuple[Ste
             autocast=whole,
             fused=spec.model.attn_implementation != "eager",
         )
-        estimate = training_memory(shape, training.adapter, step)
+        estimate = training_memory(shape, training, step)
         if estimate.total <= usable:
             break
     return step, estimate
@@ -147,7 +148,7 @@ def evaluation_bytes(spec: JobSpec, shape: ModelShape, size: int, most: int = GE
     loss = max(LOSS_TOKENS, longest) * shape.vocabulary * (size + 4)
     if spec.evaluation is None:
         return loss
-    row = longest + spec.evaluation.max_new_tokens
+    row = longest + (spec.evaluation.max_new_tokens or min(ANSWER_TOKENS, longest))
     rows = max(1, min(most, spec.evaluation.max_rows, GENERATION_TOKENS // row))
     layer = rows * longest * (3 * shape.intermediate + 4 * shape.hidden) * size
     return max(loss, rows * row * shape.key_value_bytes(size) + layer)

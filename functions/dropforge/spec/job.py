@@ -205,6 +205,9 @@ class _LowRank(Part):
         description="Linear layers with an adapter. all-linear: all linear layers of the language model except the "
         "output.",
     )
+    use_rslora: bool = Field(
+        default=False, description="Multiply the output by alpha / sqrt(r) instead (rank-stabilised LoRA)."
+    )
 
 
 class LoraAdapter(_LowRank):
@@ -220,6 +223,28 @@ class QloraAdapter(_LowRank):
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type")]
+# TRL 1.16: SFTConfig.learning_rate is 2e-5 for every weight, and its guide to PEFT has ten times as much for adapters.
+FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
+SCHEDULER_KWARGS = {"cosine_with_restarts": ("num_cycles",), "polynomial": ("power", "lr_end")}
+
+
+def usual_rate(adapter: NoAdapter | LoraAdapter | QloraAdapter | None) -> float:
+    """The learning rate of a spec that has none."""
+    return FULL_RATE if isinstance(adapter, NoAdapter) else ADAPTER_RATE
+
+
+class SchedulerKwargs(Part):
+    """Settings of a schedule, under transformers' names."""
+
+    num_cycles: int | None = Field(
+        default=None, ge=1, le=1000, description="cosine_with_restarts: how often the rate falls to 0. Default: 1."
+    )
+    power: float | None = Field(
+        default=None, gt=0, le=10, description="polynomial: the exponent of the falling rate. Default: 1."
+    )
+    lr_end: float | None = Field(
+        default=None, ge=0, le=0.1, description="polynomial: the rate of the last step. Default: 1e-7."
+    )
 
 
 class Training(Part):
@@ -239,14 +264,39 @@ class Training(Part):
     max_steps: int | None = Field(
         default=None, ge=1, le=1_000_000_000, description="Optimiser steps; overrides epochs."
     )
-    learning_rate: float = Field(default=2e-4, gt=0, le=0.1, description="The highest learning rate of the schedule.")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        default="cosine", description="How the learning rate changes after the warm-up."
+    learning_rate: float = Field(
+        default_factory=lambda known: usual_rate(known.get("adapter")),
+        gt=0,
+        le=0.1,
+        description="The highest learning rate of the schedule. Default: 2e-4 for an adapter, 2e-5 for every weight.",
+    )
+    lr_scheduler_type: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "constant_with_warmup",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+    ] = Field(default="cosine", description="How the learning rate changes after the warm-up.")
+    lr_scheduler_kwargs: SchedulerKwargs = Field(
+        default=SchedulerKwargs(), description="Settings of cosine_with_restarts and polynomial."
     )
     warmup_ratio: float = Field(
         default=0.03, ge=0, lt=1, description="Share of the steps in which the learning rate rises from 0."
     )
-    weight_decay: float = Field(default=0.0, ge=0, le=1, description="AdamW's weight decay.")
+    warmup_steps: int | None = Field(
+        default=None, ge=0, le=1_000_000_000, description="The warm-up as a number of steps; overrides warmup_ratio."
+    )
+    optim: Literal["adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor"] = Field(
+        default="adamw_torch_fused",
+        description="The optimiser. adamw_8bit: bitsandbytes' AdamW with moments of 8 bits. paged: its moments leave "
+        "the accelerator's memory when there is no room.",
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of the gradients.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the mean of their squares.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=1, description="What AdamW adds to a divisor near 0.")
+    weight_decay: float = Field(default=0.0, ge=0, le=1, description="The optimiser's weight decay.")
     max_grad_norm: float = Field(
         default=1.0, gt=0, le=1_000_000_000, description="Longer gradients are scaled down to this norm."
     )
@@ -263,6 +313,17 @@ class Training(Part):
     gradient_checkpointing: Literal["auto"] | bool = Field(
         default="auto", description="Recompute activations to save memory. auto: only if they would not fit otherwise."
     )
+    neftune_noise_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Noise on the embeddings of a training step (NEFTune); its range is alpha / sqrt(tokens * width).",
+    )
+    learn: Literal["answers", "last_answer", "all"] = Field(
+        default="answers",
+        description="The tokens with a loss: every answer of the assistant, the last answer of each conversation, or "
+        "the prompts, too.",
+    )
     max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")
     packing: Literal["auto"] | bool = Field(
         default="auto",
@@ -277,6 +338,33 @@ class Training(Part):
         lt=2**32,
         description="The seed for the order of the rows, the held-out rows, new weights and dropout.",
     )
+
+    @model_validator(mode="after")
+    def _settings_match(self) -> Training:
+        for name, value in self.lr_scheduler_kwargs:
+            if value is not None and name not in SCHEDULER_KWARGS.get(self.lr_scheduler_type, ()):
+                able = next(kind for kind, names in SCHEDULER_KWARGS.items() if name in names)
+                message, expected = f"only the schedule {able} has this setting", f"lr_scheduler_type {able!r}, or none"
+                raise Wrong(f"/lr_scheduler_kwargs/{name}", message, value, expected)
+        if (end := self.lr_scheduler_kwargs.lr_end) is not None and end >= self.learning_rate:
+            message, expected = "the schedule must end below its highest rate", f"less than {self.learning_rate:g}"
+            raise Wrong("/lr_scheduler_kwargs/lr_end", message, end, expected)
+        if self.optim == "adafactor":
+            for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise Wrong(f"/{name}", "adafactor has no such setting", value, f"no {name}, or another optim")
+        return self
+
+    def unsharded(self) -> tuple[str, object, str, str] | None:
+        """A setting that several processes cannot train: its field, value, reason and cure; None if there is none."""
+        if self.adapter.type == "qlora":
+            return "adapter/type", "qlora", "4-bit weights cannot be sharded", "'lora' or 'none'"
+        if self.optim != "adamw_torch_fused":
+            return "optim", self.optim, "the state of this optimiser cannot be sharded", "'adamw_torch_fused'"
+        if self.neftune_noise_alpha is not None:
+            found = self.neftune_noise_alpha
+            return "neftune_noise_alpha", found, "its noise would not be the same", "no noise"
+        return None
 
 
 Bound = Annotated[float, Field(ge=-1_000_000_000, le=1_000_000_000)]
@@ -330,7 +418,13 @@ class Evaluation(Part):
     max_rows: int = Field(
         default=200, ge=1, le=10_000, description="The largest number of held-out rows that are evaluated."
     )
-    max_new_tokens: int = Field(default=128, ge=1, le=8192, description="The largest number of tokens of an answer.")
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=8192,
+        description="The largest number of tokens of a judged answer. Default: those of the longest held-out answer, "
+        "at most 1024.",
+    )
     gate: Gate | None = Field(
         default=None, description="The bound that the model must reach; without it, the run serves every model."
     )

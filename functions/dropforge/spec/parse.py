@@ -15,7 +15,7 @@ from pydantic import JsonValue, ValidationError
 from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.redact import TOKEN, cut
 
-from . import registry
+from . import foreign, registry
 from .job import JobSpec
 from .parts import Wrong, shown, words_of
 
@@ -35,7 +35,8 @@ def parse_spec(data: bytes) -> JobSpec:
         # Validated as JSON, so that strict mode accepts the values of JSON (1 for a float, lists) and no other values.
         return JobSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        # A default that depends on another field is missing where that field is wrong.
+        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
         problems = _merged([_problem(dict(e), document) for e in errors[:MAX_PROBLEMS]])
         if len(errors) > MAX_PROBLEMS:
             problems.append(SpecProblem("", f"{len(errors) - MAX_PROBLEMS} more problems, which are not listed"))
@@ -46,6 +47,7 @@ def forget_platforms() -> None:
     """Read the registry of platforms anew at the next use, after the environment has changed."""
     registry.platforms.cache_clear()
     schema.cache_clear()
+    field_places.cache_clear()
     JobSpec.model_rebuild(force=True)
 
 
@@ -129,7 +131,7 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     steps = _document_path(error["loc"], document, missing=kind == "missing")
     pointer = "".join(f"/{_escape(str(step))}" for step in steps)
     if kind == "extra_forbidden":
-        return SpecProblem(pointer, "unknown field", shown(error["input"]), _field_names(steps, document))
+        return _unknown(pointer, shown(error["input"]), steps, document)
     if kind == "missing":
         return SpecProblem(pointer, "a required field is missing", "nothing", "a value")
     if kind in ("union_tag_invalid", "literal_error"):
@@ -177,6 +179,34 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
             here = here[step]  # type: ignore[index]
             path.append(step)
     return [*path, loc[-1]] if missing else path
+
+
+def _unknown(pointer: str, found: str, path: list[str | int], document: JsonValue) -> SpecProblem:
+    """The problem of an unknown field: why its name is refused, or the field that it may mean."""
+    name = str(path[-1])
+    if name in foreign.REFUSED:
+        reason, advice = foreign.REFUSED[name]
+        return SpecProblem(pointer, f"dropforge has no such setting: {reason}", found, advice)
+    if field := foreign.TAKEN.get(name):
+        return SpecProblem(pointer, "unknown field", found, f"{field!r}, which is its name in a job spec")
+    places = [place for place in field_places() if place.rpartition(".")[2] == name]
+    if len(places) == 1:
+        return SpecProblem(pointer, "unknown field", found, f"{places[0]!r}, its place in a job spec")
+    return SpecProblem(pointer, "unknown field", found, _field_names(path, document))
+
+
+@cache
+def field_places() -> tuple[str, ...]:
+    """Every field of a job spec by its path, such as "training.adapter.r", without those below lists."""
+    return tuple(dict.fromkeys(_places(schema(), "")))
+
+
+def _places(node: dict[str, Any], path: str) -> Iterator[str]:
+    for branch in _resolve(node, None):  # whatever its `type` is
+        for name, field in branch.get("properties", {}).items():
+            place = f"{path}.{name}" if path else name
+            yield place
+            yield from _places(field, place)
 
 
 def _field_names(path: list[str | int], document: JsonValue) -> str:

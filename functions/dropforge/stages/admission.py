@@ -92,7 +92,7 @@ def _size_problems(spec: JobSpec) -> list[SpecProblem]:
     if parameters is None:
         return []  # the container checks the configuration before it downloads the weights
     adapter = spec.training.adapter.type
-    needed = (least_bytes(parameters, adapter) + _OVERHEAD_BYTES) / GIB
+    needed = (least_bytes(parameters, spec.training) + _OVERHEAD_BYTES) / GIB
     trains_on = spec.target.accelerators
     if needed <= trains_on.memory_gib:
         return []

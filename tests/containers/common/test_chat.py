@@ -34,9 +34,9 @@ def talk(*turns: str) -> Row:
     return Row(tuple({"role": roles[n % 2], "content": text} for n, text in enumerate(turns)))
 
 
-def learnt(tokenizer: Any, row: Row) -> list[str]:
+def learnt(tokenizer: Any, row: Row, learn: chat.Learn = "answers") -> list[str]:
     """The parts of a row's sequences that have a loss."""
-    encoded = chat.encode(tokenizer, [row], 512, "x")
+    encoded = chat.encode(tokenizer, [row], 512, "x", learn)
     parts: list[list[int]] = []
     for labels in encoded.labels:
         parts.append([])
@@ -96,6 +96,42 @@ def test_a_template_that_forgets_earlier_turns_gets_a_sequence_for_each_answer(t
     assert learnt(bare, row) == ["select 1<end_of_turn>", "select 2<end_of_turn>"]
     encoded = chat.encode(bare, [row], 512, "x")
     assert (list(encoded.rows), encoded.given, encoded.learnt) == ([0, 0], 2, 2)
+
+
+def test_the_last_answer_alone_or_the_prompts_too_are_learnt_if_the_spec_says_so(tokenizer: Any) -> None:
+    row = talk(QUESTION, "select 1", "and how many of the books are there", "select 2")
+    assert learnt(tokenizer, row, "last_answer") == ["select 2<end_of_turn>"]
+    last = chat.encode(tokenizer, [row], 512, "x", "last_answer")
+    assert (last.given, last.learnt) == (1, 1)
+    whole = chat.encode(tokenizer, [row], 512, "x", "all")
+    assert whole.labels == whole.input_ids == chat.encode(tokenizer, [row], 512, "x").input_ids
+    (text,) = learnt(tokenizer, replace(row, muted=frozenset({1})), "all")[:1]
+    assert QUESTION in text
+    assert "select 1" not in "".join(learnt(tokenizer, replace(row, muted=frozenset({1})), "all"))
+
+
+def test_the_tokens_of_a_whole_row_are_those_of_trl(tokenizer: Any) -> None:
+    """TRL with completion_only_loss=False learns all tokens of the rendered row, also those after the last turn."""
+    row = talk(QUESTION, "select 1")
+    rendered = tokenizer.apply_chat_template(list(row.messages), tokenize=False)
+    encoded = chat.encode(tokenizer, [row], 512, "x", "all")
+    (ids,) = (list(ids) for ids in encoded.labels)
+    assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"][: len(ids)]
+    assert tokenizer.decode(ids) == rendered.rstrip()
+
+
+def test_each_token_of_a_prompt_is_learnt_once_in_the_sequences_of_a_conversation(bare: Any) -> None:
+    """The template renders an earlier answer in another way, so that each answer has a sequence of its own."""
+    shown = "{{ m['content'] if m['role'] == 'user' or loop.last else 'answered' }}"
+    bare.chat_template = (
+        "{% for m in messages %}" + shown + "{{ '\\n' if m['role'] == 'user' else eos_token }}{% endfor %}"
+    )
+    row = talk(QUESTION, "select 1", "and how many of the books are there", "select 2")
+    first, second = chat.encode(bare, [row], 512, "x", "all").labels
+    assert bare.decode(list(first)).startswith(QUESTION)
+    rest = [label for label in second if label != chat.IGNORED]
+    assert QUESTION not in bare.decode(rest)
+    assert bare.decode(rest).endswith(f"and how many of the books are there\nselect 2{bare.eos_token}")
 
 
 def test_plain_text_is_learnt_whole_and_ends(tokenizer: Any) -> None:

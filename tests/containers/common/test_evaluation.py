@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from containers.common import chat
-from containers.common.evaluation import _generation_batches, evaluate
-from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS
+from containers.common.evaluation import _generation_batches, answer_limit, evaluate
+from dropforge.fit.phases import ANSWER_TOKENS, GENERATION_ROWS, GENERATION_TOKENS
 from dropforge.rows import Row
+from dropforge.spec import JobSpec, parse_spec
 
 from .. import same_class
-from ..conftest import ROOT
+from ..conftest import ROOT, job_spec
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,25 @@ def test_a_generation_holds_a_bounded_number_of_rows_and_tokens(lengths: list[in
     for batch in batches:
         assert len(batch) <= GENERATION_ROWS
         assert len(batch) == 1 or len(batch) * lengths[batch[-1]] <= GENERATION_TOKENS
+
+
+def test_a_judged_answer_may_be_as_long_as_the_longest_held_out_one(base_model: Path) -> None:
+    tokenizer = chat.load_tokenizer(str(base_model), trust_remote_code=False)
+    question = {"role": "user", "content": "how many cars are there in the city?"}
+    rows = [Row((question, {"role": "assistant", "content": "select price " * count})) for count in (1, 3, 9)]
+    encoded = chat.encode(tokenizer, rows, 512, "x")
+    sizes = [sum(label != chat.IGNORED for label in labels) for labels in encoded.labels]
+    assert answer_limit(spec(), tokenizer, rows, encoded) == (max(sizes), 0)
+    # The token that ends an answer need not fit a limit.
+    assert answer_limit(spec(max_new_tokens=sizes[1] - 1), tokenizer, rows, encoded) == (sizes[1] - 1, 1)
+    assert answer_limit(spec(max_new_tokens=sizes[1] - 2), tokenizer, rows, encoded) == (sizes[1] - 2, 2)
+    long = [Row((question, {"role": "assistant", "content": "select price " * 2000}))]
+    assert answer_limit(spec(), tokenizer, long, chat.encode(tokenizer, long, 9000, "x")) == (ANSWER_TOKENS, 1)
+    assert answer_limit(spec(), tokenizer, [], None) == (0, 0)
+
+
+def spec(**evaluation: Any) -> JobSpec:
+    return parse_spec(json.dumps({**job_spec(), "evaluation": evaluation}).encode())
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 from containers.common.chat import IGNORED, Encoded, encode, load_tokenizer
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
+from containers.common.evaluation import answer_tokens
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
@@ -31,7 +32,7 @@ from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import FAMILIES, family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.methods.sft import answer_tokens, judged, probe_rows, sequence_shape
+from containers.train_maxtext.methods.sft import judged, probe_rows, sequence_shape
 from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
@@ -276,8 +277,16 @@ def test_steps_are_of_all_devices_and_whole_epochs() -> None:
     ],
 )
 def test_the_learning_rate_s_course_is_told_in_maxtext_s_words(name: str, expected: list[str] | str) -> None:
-    words = schedule(spec(lr_scheduler_type=name))
+    words = schedule(spec(lr_scheduler_type=name), 100)
     assert words == expected or expected in words
+
+
+@pytest.mark.parametrize("steps", [7, 100, 1013])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_the_warm_up_of_a_spec_is_maxtext_s_number_of_steps(warmup: int, steps: int) -> None:
+    """MaxText computes int(steps * share)."""
+    words = dict(word.split("=") for word in schedule(spec(warmup_steps=warmup, warmup_ratio=0.5), steps))
+    assert int(steps * float(words["warmup_steps_fraction"])) == warmup
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from containers.common.errors import JobError
 from containers.train_trl import export
+from dropforge.rows import Row
 from dropforge.spec import JobSpec, parse_spec
 
 from .. import same_class
@@ -55,10 +56,10 @@ def logits(model: Any, tokenizer: Any) -> Any:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "stabilised"), [*((family, False) for family in FAMILIES), ("gemma3", True)])
+def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, stabilised: bool, tmp_path: Path) -> None:
     base = base_of(family)
-    checkpoint = adapted(base, tmp_path / "checkpoint")
+    checkpoint = adapted(base, tmp_path / "checkpoint", adapter={"type": "lora", "r": 8, "use_rslora": stabilised})
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template or "{{ messages[0]['content'] }}"
@@ -226,3 +227,46 @@ def test_a_tokenizer_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     template.write_text(template.read_text().replace("bos_token", "''"))
     with pytest.raises(JobError, match="makes other tokens of a prompt"):
         export.check_prompts(tmp_path, tokenizer, [row], job())
+
+
+def published(tmp_path: Path, **generation: Any) -> Path:
+    """A base whose generation_config.json has these values."""
+    shutil.copytree(base_of("llama31"), tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **generation}))
+    return tmp_path / "base"
+
+
+def test_a_temperature_without_do_sample_is_no_reason_to_lose_a_model(tmp_path: Path) -> None:
+    """transformers loads such a file and refuses to save it with another token that ends an answer."""
+    from containers.common.chat import load_tokenizer
+
+    base = published(tmp_path, temperature=0.6, top_p=0.9)
+    loaded = transformers.GenerationConfig.from_pretrained(base)
+    loaded.eos_token_id = [1, 2]
+    with pytest.raises(ValueError, match="temperature"):
+        loaded.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(base), trust_remote_code=False)
+    export.save_beside_weights(base, tokenizer, tmp_path / "model", job())
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert not {"temperature", "top_p"} & set(saved)
+    sampled = published(tmp_path / "sampled", temperature=0.6, do_sample=True)
+    assert export.generation_settings(sampled, job()).temperature == 0.6
+
+
+def test_what_the_export_cannot_save_is_refused_before_the_training(tmp_path: Path) -> None:
+    from containers.common.chat import load_tokenizer
+
+    base = published(tmp_path)
+    tokenizer = load_tokenizer(str(base), trust_remote_code=False)
+    question = {"role": "user", "content": "how many cars?"}
+    rows = [Row((question, {"role": "assistant", "content": "select 1"}))]
+    export.rehearse(base, tokenizer, rows, tmp_path / "rehearsal", job())
+    assert not (tmp_path / "rehearsal").exists()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained = lambda directory: load_tokenizer(str(base), False).save_pretrained(directory)
+    with pytest.raises(JobError, match="the exported tokenizer makes other tokens of a prompt"):
+        export.rehearse(base, tokenizer, rows, tmp_path / "other", job())
+    tokenizer.save_pretrained = lambda directory: json.dumps(object())
+    with pytest.raises(JobError, match="cannot be saved") as caught:
+        export.rehearse(base, tokenizer, rows, tmp_path / "none", job())
+    assert "nothing was trained" in caught.value.hint

@@ -71,7 +71,7 @@ def test_accelerate_reads_the_configuration(tmp_path: Path) -> None:
 
 def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(monkeypatch: Any, tmp_path: Path) -> None:
     job = replace(JOB, world=World(processes=8))
-    with pytest.raises(JobError, match="'qlora' and 8 processes train; 4-bit weights are not sharded"):
+    with pytest.raises(JobError, match="'qlora' and 8 processes train; 4-bit weights cannot be sharded"):
         launch.run_ranks(spec("qlora"), job, tmp_path, StopRequest())
     monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
     with pytest.raises(JobError, match="DROPFORGE_NUM_PROCESSES is 8; expected at most 4") as caught:

@@ -31,7 +31,7 @@ def test_a_cpu_computes_qlora_in_the_precision_of_its_plan(tmp_path: Path) -> No
     spec = parse_spec(json.dumps(job_spec(training={"adapter": {"type": "qlora"}})).encode())
     plan = make_plan(spec, shape_of(str(base), False), Device("cpu", "cpu", 2**34, bf16=False), [50])
     unused = cast(Any, None)
-    inputs = Inputs(base=str(base), base_source=unused, tokenizer=unused, examples=unused, plan=plan)
+    inputs = Inputs(base=str(base), base_source=unused, tokenizer=unused, examples=unused, plan=plan, limit=unused)
     model = load_base(inputs, spec, None)
     layers = [layer for layer in model.modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)]
     assert layers

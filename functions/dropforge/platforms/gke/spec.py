@@ -167,9 +167,10 @@ class GkeTarget(ClusterTarget):
 
     def check(self, job: JobSpec) -> None:
         processes = self.nodes * self.accelerator_count
-        if processes > 1 and job.training.adapter.type == "qlora":
-            message = f"4-bit weights cannot be sharded over {processes} processes"
-            raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
+        if processes > 1 and (found := job.training.unsharded()):
+            field, value, reason, cure = found
+            message, expected = f"{reason} over {processes} processes", f"{cure}, or one GPU on one node"
+            raise Wrong(f"/training/{field}", message, value, expected)
         super().check(job)
 
 

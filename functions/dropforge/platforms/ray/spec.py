@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
 from dropforge.platforms.images import attention_problems
-from dropforge.platforms.maxtext import check_full_training, check_image
+from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators
 from dropforge.spec.machine import Machine, gib
@@ -139,5 +139,5 @@ class RayTarget(ClusterTarget):
         yield from attention_problems("train_ray", job)
 
     def check(self, job: JobSpec) -> None:
-        check_full_training(job)
+        check_training(job)
         super().check(job)

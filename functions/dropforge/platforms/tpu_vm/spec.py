@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.images import attention_problems
-from dropforge.platforms.maxtext import check_full_training, check_image
+from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.machine import Machine, gib
@@ -129,7 +129,7 @@ class TpuVmTarget(TargetSpec):
         yield from attention_problems("train_maxtext", job)
 
     def check(self, job: JobSpec) -> None:
-        check_full_training(job)
+        check_training(job)
         super().check(job)
 
 

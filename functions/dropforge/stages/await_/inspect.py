@@ -285,7 +285,7 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
     if not is_current(record):
         return superseded(record)
     _tell_training(context, _before_teardown(record), attempt, spec, is_over=True)
-    for notice in (_truncation(spec, metrics), _unused(manifest.unused_fields), _not_finite(odd)):
+    for notice in (_truncation(spec, metrics), _beyond(metrics), _unused(manifest.unused_fields), _not_finite(odd)):
         if notice is not None:
             record = warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=gate)
@@ -333,6 +333,15 @@ def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | Non
         f"{cut_rows:.0f} of {rows:.0f} rows were cut after {length} tokens: raise training.max_length, or shorten them"
     )
     return Notice("rows-truncated", "has trained on cut rows", text)
+
+
+def _beyond(metrics: dict[str, float | None]) -> Notice | None:
+    """A notice if answers were too long for the evaluation: a low exact match then says nothing about the model."""
+    beyond, limit = metrics.get("answers_beyond") or 0, metrics.get("max_new_tokens") or 0
+    if not beyond:
+        return None
+    text = f"{beyond:.0f} held-out answers are longer than {limit:.0f} tokens and count as wrong: raise "
+    return Notice("answers-beyond", "has not judged its longest answers", f"{text}evaluation.max_new_tokens")
 
 
 def _unused(fields: list[str]) -> Notice | None:
