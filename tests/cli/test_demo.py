@@ -30,7 +30,7 @@ def noop_spec(behave: str = "succeed", **changes: Any) -> dict[str, Any]:
         "api_version": "dropforge/v1",
         "name": "noop",
         "model": {"source": "owner/tiny-1m"},
-        "dataset": {"source": "gs://local-data/text-to-sql.jsonl"},
+        "dataset": {"source": "gs://local-data/text-to-sql.jsonl", "ignore": ["context"]},
         "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
         "serve": {"type": "cloud_run", "ttl": "1h"},
         "notify": {"slack": {"webhook_secret": "slack-webhook"}},
