@@ -13,7 +13,7 @@ ROWS = 1_000_000
 
 def main() -> None:
     from dropforge.rows.check import check
-    from dropforge.rows.stream import text_rows
+    from dropforge.rows.sources import rows_of
     from dropforge.spec import Dataset, Evaluation
 
     columns = {"prompt": "Question: {question}\nContext: {context}", "completion": "{answer}"}
@@ -23,8 +23,7 @@ def main() -> None:
         with path.open("w") as file:
             file.writelines(f"{json.dumps(row(number))}\n" for number in range(ROWS))
         before, began, cpu = peak(), time.monotonic(), time.process_time()
-        with path.open("rb") as data:
-            report = check(dataset, text_rows(path.name, data), Evaluation(), 42)
+        report = check(dataset, rows_of(path.open("rb"), path.name), Evaluation(), 42)
         seconds, used = time.monotonic() - began, time.process_time() - cpu
     print(f"{ROWS} rows of {report.scan.characters // ROWS} characters: {ROWS / seconds:.0f} rows/s")
     print(f"{seconds:.1f} s, of which {used:.1f} s of one processor")

@@ -24,7 +24,8 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # of the processes
     from containers.common import chat
-    from containers.common.tokenise import Tokeniser, cores, load, save
+    from containers.common.processes import cores
+    from containers.common.tokenise import Tokeniser, load, save
     from dropforge.rows import Row
     from dropforge_local import tiny
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import click
@@ -18,9 +18,9 @@ from dropforge.base.figures import duration, usd
 from dropforge.fit.batch import batch_of
 from dropforge.plan import make_plan
 from dropforge.rows.check import CHARACTERS_PER_TOKEN, Finding, Report, check
-from dropforge.rows.files import Raw
+from dropforge.rows.files import BadFile, Raw, text_of_file, text_rows
+from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of, uri_of
 from dropforge.rows.split import evaluation_dataset, shuffled
-from dropforge.rows.stream import SUFFIXES, text_rows
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
 from dropforge.spec.job import Model, Training
 from dropforge.stages.ceiling import with_defaults
@@ -32,7 +32,7 @@ from .options import json_option, state_option
 from .plain import echo_json
 from .policy import policy_in_use
 from .problems import FAILED, CliError
-from .sources import parts_of
+from .sources import FILE_SUFFIXES, local_paths
 
 MODEL_ROWS = 50_000  # rows whose token ids are made; they are drawn at random
 BAR = 40
@@ -69,7 +69,7 @@ def data() -> None:
 
 
 @data.command("check")
-@click.argument("source", metavar="SOURCE|SPEC")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...|SPEC")
 @click.option(
     "--model",
     "directory",
@@ -80,13 +80,13 @@ def data() -> None:
 @click.option("--show", type=click.IntRange(0), default=3, metavar="N", help="Rows shown as the model sees them (3).")
 @json_option
 @state_option
-def check_data(source: str, directory: str | None, show: int, as_json: bool, state: str | None) -> None:
-    """Check a file, a gs:// object, a data set of the Hub, or all data of a job spec; exit 1 if it has faults."""
-    wanted = _wanted(source, directory, state)
+def check_data(sources: tuple[str, ...], directory: str | None, show: int, as_json: bool, state: str | None) -> None:
+    """Check files, folders, globs, gs:// URIs, a data set of the Hub, or all data of a spec; exit 1 for faults."""
+    wanted = _wanted(sources, directory, state)
     with TemporaryDirectory() as temporary:
         open_rows = _opener(Path(temporary), state)
         other = evaluation_dataset(wanted.dataset, wanted.evaluation)
-        with working(f"reading {wanted.dataset.source}"):
+        with working(f"reading {wanted.dataset.title}"):
             report = check(
                 wanted.dataset,
                 open_rows(wanted.dataset),
@@ -106,10 +106,12 @@ def check_data(source: str, directory: str | None, show: int, as_json: bool, sta
         raise SystemExit(FAILED)
 
 
-def _wanted(source: str, directory: str | None, state: str | None) -> Wanted:
-    spec = _spec(Path(source), state)
+def _wanted(sources: tuple[str, ...], directory: str | None, state: str | None) -> Wanted:
+    source = sources[0]
+    spec = _spec(Path(source), state) if len(sources) == 1 else None
     if spec is None:
-        dataset = Dataset(source="owner/name").model_copy(update={"source": source})  # also a local path
+        # Also local paths, which no spec may name.
+        dataset = Dataset(source="owner/name").model_copy(update={"source": [*sources] if sources[1:] else source})
         model = Model(source="owner/name").model_copy(update={"source": directory}) if directory else None
         return Wanted(dataset, Evaluation(), Training(), model)
     if not isinstance(spec.dataset, Dataset):
@@ -137,49 +139,82 @@ def _opener(temporary: Path, state: str | None) -> Callable[[Dataset], Iterable[
     """How to read the rows of a data set, from their beginning at each call."""
 
     def rows(dataset: Dataset) -> Iterable[Raw]:
-        source, is_object = dataset.source, dataset.source.startswith("gs://")
-        if is_object and source.endswith(SUFFIXES):
-            bucket, name = parts_of(source)
-            blob = connect(state).clients.storage().bucket(bucket).blob(name)
-            return _lines(source, lambda: blob.open("rb"))
-        if not is_object and (Path(source).exists() or source.endswith((*SUFFIXES, ".parquet"))):
-            return _local(Path(source))
-        if reason := why_no_model():
-            raise CliError(f"{source} is not read here: {reason}", f"name a file that ends in {', '.join(SUFFIXES)}")
-        client = connect(state).clients.storage() if is_object else None
-        loaded: Iterable[Raw] = trainer()[0].load_rows(dataset, client, temporary)[0]
-        return loaded
+        sources = dataset.sources
+        if all(source.startswith("gs://") for source in sources):
+            return _objects(dataset, connect(state).clients.storage(), temporary)
+        if sources[1:] or Path(sources[0]).exists() or is_glob(sources[0]) or Path(sources[0]).suffix in FILE_SUFFIXES:
+            return _local(sources)
+        return _as_trained(dataset, None, temporary)
 
     return rows
 
 
-def _local(path: Path) -> Iterable[Raw]:
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix not in SUFFIXES:
-        raise CliError(
-            f"{path} has the ending {path.suffix!r}; expected {', '.join(SUFFIXES)} or .parquet",
-            "docs/data-formats.md shows each format",
-        )
-    return _lines(path.name, lambda: path.open("rb"))
+def _local(sources: list[str]) -> Iterator[Raw]:
+    yield from _joined([(str(path), _file_rows(path)) for path in local_paths(sources)])
 
 
-def _lines(name: str, opened: Callable[[], Any]) -> Iterator[Raw]:
-    with opened() as file:
-        yield from text_rows(name, file)
+def _objects(dataset: Dataset, client: Any, temporary: Path) -> Iterator[Raw]:
+    blobs = files_of(client, dataset.sources)
+    if not all(is_read(blob.name) for blob in blobs):
+        yield from _as_trained(dataset, client, temporary)
+        return
+    yield from _joined([(uri_of(blob), rows_of(blob.open("rb"), blob.name)) for blob in blobs])
 
 
-def _parquet(path: Path) -> Iterator[Raw]:
+def _as_trained(dataset: Dataset, client: Any, temporary: Path) -> Iterable[Raw]:
+    """The rows by the trainer's own code, in a directory of their own: it makes files of them."""
+    if reason := why_no_model():
+        raise CliError(f"{dataset.title} is not read here: {reason}", f"name files that end in {', '.join(TEXT)}")
+    loaded: Iterable[Raw] = trainer()[0].load_rows(dataset, client, Path(mkdtemp(dir=temporary)))[0]
+    return loaded
+
+
+def _joined(files: Sequence[tuple[str, Iterable[Raw]]]) -> Iterator[Raw]:
+    """The rows of files with their names. Raises BadFile, which names the file if there are several."""
+    for name, rows in files:
+        try:
+            yield from rows
+        except BadFile as problem:
+            raise BadFile(f"{name}: {problem}" if files[1:] else str(problem), problem.hint) from None
+
+
+def _file_rows(path: Path) -> Iterator[Raw]:
+    """The rows of a local file. Raises BadFile, and CliError if only PyArrow could read it."""
+    if is_read(path.name):
+        yield from rows_of(path.open("rb"), path.name)
+        return
+    suffix, compression = format_of(path.name)
     try:
-        from pyarrow import ArrowException, parquet
+        import pyarrow
     except ImportError:
         raise CliError(f"{path} is not read here: pyarrow is not installed", "pip install 'dropforge[train]'") from None
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(1000):
+        if compression:
+            data = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+            with text_of_file(data, suffix) as text:
+                yield from text_rows(text, suffix)
+        else:
+            for batch in _batches(path, suffix):
                 yield from batch.to_pylist()
-    except ArrowException as error:
-        raise CliError(f"{path} is not Parquet ({type(error).__name__})", "write the file again") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        end = compression or suffix
+        raise BadFile(f"{path} is no whole {end} file ({type(error).__name__})", "write the file again") from None
+
+
+def _batches(path: Path, suffix: str) -> Iterator[Any]:
+    """Some rows after the others of a Parquet file, or of an Arrow file of either kind (stream and file)."""
+    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+
+    if suffix == ".parquet":
+        with parquet.ParquetFile(path) as table:
+            yield from table.iter_batches(1000)
+        return
+    with memory_map(str(path)) as file:
+        try:
+            yield from ipc.open_stream(file)
+        except ArrowInvalid:
+            found = ipc.open_file(file)
+            yield from map(found.get_batch, range(found.num_record_batches))
 
 
 class _Chosen(Sequence[Raw]):

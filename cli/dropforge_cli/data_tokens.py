@@ -85,9 +85,9 @@ def tokens_of(
     try:
         split = rows.prepare(raw, dataset, evaluation, training.seed, other)
         tokenizer = chat.load_tokenizer(model.source, model.trust_remote_code)
-        chunk = chat.encode_chunk(tokenizer, split.train, training.max_length, dataset.source)
+        chunk = chat.encode_chunk(tokenizer, split.train, training.max_length, dataset.title, training.learn)
         lengths = chunk.lengths.tolist()
-        encoded = chat.join(tokenizer, split.train, [chunk], training.max_length, dataset.source)
+        encoded = chat.join(tokenizer, split.train, [chunk], training.max_length, dataset.title)
         if split.held_out:
             chat.encode(tokenizer, split.held_out, training.max_length, rows.held_out_source(dataset, evaluation))
     except DropforgeError as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
@@ -20,10 +19,12 @@ from dropforge.platforms import platform_of, targets
 from dropforge.rows import LeftOut, Reader, UnsupportedRow, UnusableRow, form_of
 from dropforge.rows.check import separator_of
 from dropforge.rows.fields import JUDGES
+from dropforge.rows.files import BadFile
 from dropforge.rows.forms import judging_columns
+from dropforge.rows.sources import is_read, rows_of
 from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge.spec import Dataset, registry
-from dropforge.spec.templates import MAX_CSV_FIELD, is_column
+from dropforge.spec.templates import is_column
 
 from .deployment import Deployment, find
 from .display import working
@@ -31,10 +32,9 @@ from .options import state_option
 from .plain import echo, plain
 from .policy import policy_in_use
 from .problems import CliError
-from .sources import FILE_SUFFIXES
+from .sources import FILE_SUFFIXES, local_paths, unreadable
 from .specs import read_spec
 
-GZIP = b"\x1f\x8b"  # the first bytes of a file (RFC 1952)
 FORMATS_HINT = "docs/data-formats.md shows each format"
 HELD_OUT_SHARE, FEW_ROWS, FEW_ROWS_SHARE = 0.05, 40, 0.2
 ANSWERS = ("completion", "answer", "response", "output", "reply", "label", "target", "summary", "translation", "sql")
@@ -63,7 +63,7 @@ class Data(NamedTuple):
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default="my-job.json")
 @click.option("--target", type=click.Choice(list(registry.PLATFORMS)), help="Where to train.")
 @click.option("--model", metavar="SOURCE", help="The base model: an id of the Hugging Face Hub, or gs://….")
-@click.option("--data", metavar="SOURCE", help="A local .csv, .jsonl or .json file, an id of the Hub, or gs://….")
+@click.option("--data", metavar="SOURCE", help="A local file or folder, an id of the Hub, or gs://….")
 @click.option("--answer", metavar="COLUMN", help="The column of a local file that has the answers to learn.")
 @click.option("--serve/--no-serve", default=None, help="Whether to serve the trained model.")
 @click.option("--bucket", metavar="BUCKET", help="Where a local file will be: `dropforge put` copies it there.")
@@ -86,7 +86,7 @@ def init(
     deployment = find(state)
     target = _asked("Where to train", target, "cloud_run", click.Choice(list(registry.PLATFORMS)))
     model = _asked("Base model", model, _usual_model(deployment, target))
-    data = _asked("Data (a local file, an id of the Hub, or gs://…)", data, _usual_data(deployment))
+    data = _asked("Data (a local file or folder, an id of the Hub, or gs://…)", data, _usual_data(deployment))
     if serve is None:
         serve = click.confirm("Serve the model", default=True, err=True) if sys.stdin.isatty() else True
     read = read_data(data, bucket or _usual_bucket(deployment), answer)
@@ -125,7 +125,7 @@ def _usual_bucket(deployment: Deployment | None) -> str:
 
 
 def read_data(source: str, bucket: str, answer: str | None = None) -> Data:
-    """Return the data set. A local file is looked at; of another source only the examples' columns are known."""
+    """Return the data set. Local files are looked at; of another source only the examples' columns are known."""
     path = Path(source)
     if not source.startswith("gs://") and (path.suffix in FILE_SUFFIXES or path.exists()):
         return _read_file(path, bucket, answer)
@@ -135,46 +135,33 @@ def read_data(source: str, bucket: str, answer: str | None = None) -> Data:
 
 
 def _read_file(path: Path, bucket: str, answer: str | None) -> Data:
-    uri, number, first = f"gs://{bucket}/{path.name}", 0, None
-    _check_format(path)
+    """Look at a local file, or at the files of a folder."""
     try:
-        with working(f"reading {path}"), closing(_READERS[path.suffix](path)) as rows:
-            for row in rows:
-                first, number = first or row, number + 1
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except UnicodeDecodeError as error:
-        message = f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x}; expected text in UTF-8"
-        hint = f"if it is Latin-1: iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > new{path.suffix}"
-        raise CliError(message, hint) from None
-    except (ValueError, csv.Error) as error:
-        raise CliError(f"row {number + 1} of {path} cannot be read: {error}", FORMATS_HINT) from None
-    if first is not None and not isinstance(first, dict):
-        message = f"row 1 of {path} is {json.dumps(first)[:60]}; expected an object with columns"
-        raise CliError(message, FORMATS_HINT)
+        paths = local_paths([str(path)])
+    except BadFile as error:
+        raise CliError(str(error), error.hint or FORMATS_HINT) from None
+    uri, number, first = f"gs://{bucket}/{path.resolve().name}{'/' if path.is_dir() else ''}", 0, None
+    if unread := next((each for each in paths if not is_read(each.name)), None):
+        if answer:
+            raise CliError(f"--answer {answer!r}: only the training reads {unread}", "write `dataset.columns` yourself")
+        echo(f"note: only the training reads {unread}; `dataset.columns` names columns of your own", err=True)
+        return Data(uri)
+    for each in paths:
+        rows_before = number
+        try:
+            with working(f"reading {each}"), closing(rows_of(each.open("rb"), each.name)) as rows:
+                for row in rows:
+                    first, number = first or row, number + 1
+        except BadFile as error:
+            raise CliError(f"{each}: {error}", error.hint or FORMATS_HINT) from None
+        except OSError as error:
+            raise unreadable(each, error) from None
+        if number == rows_before and len(paths) > 1:
+            raise CliError(f"{each} has no row of data", FORMATS_HINT)
     if first is None or number < MIN_TRAIN_ROWS:
         count = "no row" if first is None else "1 row" if number == 1 else f"{number} rows"
         raise CliError(f"{path} has {count} of data; expected at least {MIN_TRAIN_ROWS}", FORMATS_HINT)
-    return Data(uri, number, columns_of(first, path, answer))
-
-
-def _check_format(path: Path) -> None:
-    """Raise CliError for a local file that is compressed, or that has another format than the trainers read."""
-    expected = f"expected a file of text that ends in {', '.join(_READERS)}"
-    try:
-        with path.open("rb") as file:
-            compressed = file.read(2) == GZIP
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if compressed:
-        raise CliError(f"{path} is compressed by gzip; {expected}", f"unpack it: gunzip {shlex.quote(str(path))}")
-    if path.suffix not in _READERS:
-        hint = "save it as CSV (a spreadsheet or a database can); docs/data-formats.md shows each format"
-        raise CliError(f"{path} has the ending {path.suffix!r}; {expected}", hint)
-
-
-def _unreadable(path: Path, error: OSError) -> CliError:
-    return CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a Hub id or gs://…")
+    return Data(uri, number, columns_of(first, paths[0], answer))
 
 
 def columns_of(row: Mapping[str, Any], path: Path, answer: str | None = None) -> dict[str, str] | None:
@@ -190,8 +177,8 @@ def columns_of(row: Mapping[str, Any], path: Path, answer: str | None = None) ->
         if _needs_no_templates(row):
             return None
     if mark := separator_of([*row]):
-        message = f"the columns of {path} are separated by {mark!r}; expected commas"
-        raise CliError(message, "save it again with commas; docs/data-formats.md shows each format")
+        message = f"the columns of {path} are separated by {mark!r}; expected commas, or tabs in a .tsv"
+        raise CliError(message, "save it again; docs/data-formats.md shows each format")
     names = [name for name in row if name is not None and name.lower() not in NUMBERS]
     if unfit := next((name for name in names if not is_column(name)), None):
         raise CliError(
@@ -231,25 +218,6 @@ def _needs_no_templates(row: Mapping[str, Any]) -> bool:
             raise CliError(f"the data has {problem}", problem.hint) from None
         return False
     return form.is_conversation or not reader.unused
-
-
-def _csv_rows(path: Path) -> Generator[Any, None, None]:
-    csv.field_size_limit(MAX_CSV_FIELD)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, strict=True)
-
-
-def _json_lines(path: Path) -> Generator[Any, None, None]:
-    with path.open(encoding="utf-8-sig") as file:
-        yield from (json.loads(line) for line in file if line.strip())
-
-
-def _json_list(path: Path) -> Generator[Any, None, None]:
-    rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    yield from rows if isinstance(rows, list) else [rows]
-
-
-_READERS = {".csv": _csv_rows, ".jsonl": _json_lines, ".json": _json_list}
 
 
 def _document(target: str, model: str, data: Data, serve: bool) -> dict[str, Any]:

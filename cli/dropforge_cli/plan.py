@@ -67,7 +67,7 @@ def show(plan: Plan, out: Console) -> None:
     spec = plan.spec
     out.print(titled(spec.name, f"run {plan.run}"))
     training = spec.training
-    out.print(f"{spec.model.source} on {spec.dataset.source}, {training.method}, {training.adapter.type}")
+    out.print(f"{spec.model.source} on {spec.dataset.title}, {training.method}, {training.adapter.type}")
     out.print(f"learning rate {training.learning_rate:g}, {training.lr_scheduler_type}\n")
     out.print(titled("training", f"{_machine(spec.target)}; at most {spec.limits.max_attempts} attempts"))
     rows = table("#", "region", "timeout", "$ per hour", "worst case", right=("$ per hour", "worst case"))

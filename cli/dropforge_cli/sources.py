@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import secrets as random_secrets
 import shlex
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +23,9 @@ import click
 from dropforge.base.errors import SpecProblem
 from dropforge.base.figures import duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
+from dropforge.rows.files import BadFile
+from dropforge.rows.sample import GZIP
+from dropforge.rows.sources import ARROW, COMPRESSIONS, GLOB, TEXT, NoFiles, exists, is_glob, one_format
 from dropforge.run.artifacts import upload_directory
 from dropforge.spec import JobSpec
 from dropforge.tell.channels import secrets_of
@@ -36,7 +41,7 @@ CACHE = Path("build/tiny")
 # As in check_source of the spec; https://cloud.google.com/storage/docs/buckets#naming
 BUCKET = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 # No data set of the Hub has a name like that.
-FILE_SUFFIXES = frozenset((".csv", ".gz", ".json", ".jsonl", ".parquet", ".tsv", ".txt", ".xls", ".xlsx", ".zip"))
+FILE_SUFFIXES = frozenset((*TEXT, *ARROW, *COMPRESSIONS, ".txt", ".xls", ".xlsx", ".zip"))
 
 
 class Missing(NamedTuple):
@@ -114,6 +119,54 @@ def local_files(spec: JobSpec) -> list[SpecProblem]:
     ]
 
 
+def local_paths(sources: Iterable[str]) -> list[Path]:
+    """The local files that files, folders and globs name, as the training takes them from a bucket.
+
+    Raises BadFile for what the training refuses, and CliError for what cannot be read.
+    """
+    paths = sorted((path for source in sources for path in _paths(source)), key=str)
+    for path, following in pairwise(paths):
+        if path == following:
+            raise BadFile(f"two of the sources name {path}", "name each file once: its rows would count twice")
+    for path in paths:
+        _refuse_compressed(path)
+    one_format([str(path) for path in paths])
+    return paths
+
+
+def _paths(source: str) -> Iterator[Path]:
+    path, is_source_glob = Path(source), is_glob(source) and not Path(source).exists()
+    if is_source_glob:
+        found = [Path(name) for name in glob.glob(source, recursive=True)]
+    else:
+        try:
+            found = [each for each in path.iterdir() if each.name[0] not in "_."]
+        except NotADirectoryError:
+            found = [path]
+        except OSError as error:
+            raise unreadable(path, error) from None
+    files = [each for each in found if each.is_file()]
+    if not files:
+        told = f"no file matches {source}" if is_source_glob else f"the folder {source} has no file"
+        raise NoFiles(told, "name a file, a folder with files, or a glob that matches files")
+    yield from files
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise BadFile for a local file that is compressed by gzip, and whose name does not say it."""
+    try:
+        with path.open("rb") as file:
+            if file.read(2) == GZIP and not path.name.lower().endswith(".gz"):
+                raise BadFile(f"{path} is compressed by gzip; expected a name that ends in .gz", "rename the file")
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> CliError:
+    """The error of a local file or folder that cannot be read."""
+    return CliError(f"the data {path} cannot be read: {error.strerror}", "name a file, a folder, a Hub id or gs://…")
+
+
 def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
     """Return the gs:// sources of a spec that do not exist, by their URIs.
 
@@ -121,9 +174,11 @@ def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
     """
     found: dict[str, Missing] = {}
     for pointer, uri in spec.sources.items():
-        if uri.startswith("gs://") and (what := _lacks(deployment.clients, uri)):
+        if uri.startswith("gs://") and (what := _lacks(deployment.clients, uri, pointer)):
             bucket, _ = parts_of(uri)
-            put_it = f"dropforge put {'DIRECTORY' if pointer == '/model/source' else 'FILE'} {uri}"
+            is_directory = pointer == "/model/source" or uri.endswith("/") or is_glob(uri)
+            target = f"{GLOB.split(uri)[0].rpartition('/')[0]}/" if is_glob(uri) else uri
+            put_it = f"dropforge put {'DIRECTORY' if is_directory else 'FILE'} {target}"
             if what == "bucket" and deployment.stack is None:
                 settings = deployment.settings
                 put_it = (
@@ -136,19 +191,16 @@ def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
     return found
 
 
-def _lacks(clients: Clients, uri: str) -> Literal["", "bucket", "object"]:
+def _lacks(clients: Clients, uri: str, pointer: str) -> Literal["", "bucket", "object"]:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
-    bucket, path = parts_of(uri)
-    prefix = path.rstrip("/")
     try:
-        blobs = clients.storage().list_blobs(bucket, prefix=prefix, max_results=10, timeout=TIMEOUT_SECONDS)
-        exists = any(blob.name == path or blob.name.startswith(f"{prefix}/") for blob in blobs)
+        found = exists(clients.storage(), uri, is_model=pointer == "/model/source", timeout=TIMEOUT_SECONDS)
     except (BadRequest, NotFound):  # a name that is invalid for a bucket is a bad request
         return "bucket"
     except Forbidden:
         return ""
-    return "" if exists else "object"
+    return "" if found else "object"
 
 
 def parts_of(uri: str) -> tuple[str, str]:

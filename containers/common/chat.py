@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +17,9 @@ from dropforge.rows.conversation import Tool
 from dropforge.rows.split import MAX_BAD_ROWS
 
 from .errors import config_error, data_error, place_of
+from .read_rows import FIRST_PROBLEMS
 from .rows import check_problems
-from .token_rows import Ints, TokenRows
+from .token_rows import Column, Ints, TokenRows
 
 MIN_MEAN_TOKENS = 8
 MEAN_ROWS = 2048  # the rows are shuffled: the mean of the first ones is the mean of all
@@ -71,12 +73,14 @@ class Encoded:
 class Chunk:
     """The sequences of some rows, one after another, each cut at the greatest length.
 
-    `lengths` are those before the cut, `rows` the places of the rows in the chunk. `problems` are the rows that cannot
-    be trained on, by place. `count` is the number of rows; `given` and `learnt` count answers, as in Encoded.
+    Sequences of which nothing is left to learn have no `ids` and `labels`, and are not `kept`. `lengths` are those of
+    all sequences before the cut, `rows` the places of their rows in the chunk. `problems` are the rows that cannot be
+    trained on, by place. `count` is the number of rows; `given` and `learnt` count answers, as in Encoded.
     """
 
     ids: Ints
     labels: Ints
+    kept: np.ndarray[Any, np.dtype[np.bool_]]
     lengths: Ints
     rows: Ints
     problems: dict[int, str]
@@ -183,12 +187,14 @@ def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: s
             _check_special_tokens(row, special)
             sequences += [(place, each) for each in _encode_row(tokenizer, row, stop, learn)]
         except UnsupportedRow as problem:
-            raise data_error(f"row {row.number} of {source} has {problem}", problem.hint) from None
+            raise data_error(f"{row.place} of {source} has {problem}", problem.hint) from None
         except Exception as error:  # noqa: BLE001  (one odd row of a million does not end a run)
-            problems[place] = f"row {row.number}: {_told(error, tokenizer)}"
+            problems[place] = f"{row.place}: {_told(error, tokenizer)}"
+    kept = [any(label != IGNORED for label in each.labels[:max_length]) for _, each in sequences]
     return Chunk(
-        ids=_flat(each.ids[:max_length] for _, each in sequences),
-        labels=_flat(each.labels[:max_length] for _, each in sequences),
+        ids=_flat(each.ids[:max_length] for _, each in compress(sequences, kept)),
+        labels=_flat(each.labels[:max_length] for _, each in compress(sequences, kept)),
+        kept=np.array(kept, bool),
         lengths=np.array([len(each.ids) for _, each in sequences], np.int32),
         rows=np.array([place for place, _ in sequences], np.int32),
         problems=problems,
@@ -211,35 +217,41 @@ def _told(error: Exception, tokenizer: Any) -> str:
     return place_of(error)
 
 
-def join(tokenizer: Any, rows: Sequence[Row], chunks: Sequence[Chunk], max_length: int, source: str) -> Encoded:
-    """All chunks of the rows, without the sequences of which no answer is left. Raises JobError as `encode`."""
-    firsts = np.cumsum([0, *(chunk.count for chunk in chunks)])
-    problems = {
-        first + place: told
-        for chunk, first in zip(chunks, firsts, strict=False)
-        for place, told in chunk.problems.items()
-    }
-    check_problems(list(problems.values()), len(rows), source, MAX_BAD_ROWS if len(rows) >= FEW_ROWS else 1.0)
-    lengths = np.concatenate([chunk.lengths for chunk in chunks])
+def join(
+    tokenizer: Any,
+    rows: Sequence[Row],
+    chunks: Iterable[Chunk],
+    max_length: int,
+    source: str,
+    directory: Path | None = None,
+) -> Encoded:
+    """All chunks of the rows, with the token ids in files in `directory`. Raises JobError as `encode`."""
+    refused: list[int] = []
+    told: list[str] = []
+    parts: list[tuple[Ints, Ints, Any]] = []
+    first = given = learnt = 0
+    with Column(directory) as ids, Column(directory) as labels:
+        for chunk in chunks:
+            ids.add(chunk.ids)
+            labels.add(chunk.labels)
+            parts.append((chunk.lengths, chunk.rows + np.int32(first), chunk.kept))
+            refused += [first + place for place in chunk.problems]
+            told += [] if len(told) >= FIRST_PROBLEMS else chunk.problems.values()
+            first, given, learnt = first + chunk.count, given + chunk.given, learnt + chunk.learnt
+        all_ids, all_labels = ids.mapped(), labels.mapped()
+    check_problems(len(refused), told, len(rows), source, MAX_BAD_ROWS if len(rows) >= FEW_ROWS else 1.0)
+    lengths, places, kept = (np.concatenate(column) for column in zip(*parts, strict=True))
     _check_lengths(tokenizer, rows, lengths, max_length, source)
-    ids = np.concatenate([chunk.ids for chunk in chunks])
-    labels = np.concatenate([chunk.labels for chunk in chunks])
-    places = np.concatenate([chunk.rows + first for chunk, first in zip(chunks, firsts, strict=False)]).astype(np.int32)
-    starts = np.cumsum([0, *np.minimum(lengths, max_length)], dtype=np.int64)
-    kept = np.logical_or.reduceat(labels != IGNORED, starts[:-1])
-    if not kept.all():
-        tokens = np.repeat(kept, np.diff(starts))
-        ids, labels, places = ids[tokens], labels[tokens], places[kept]
-        starts = np.cumsum([0, *np.diff(starts)[kept]], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(np.minimum(lengths[kept], max_length), dtype=np.int64)])
     return Encoded(
-        input_ids=TokenRows(ids, starts),
-        labels=TokenRows(labels, starts),
+        input_ids=TokenRows(all_ids, starts),
+        labels=TokenRows(all_labels, starts),
         truncated=int((lengths > max_length).sum()),
-        dropped=len(rows) - len(np.unique(places)),
-        rows=places,
-        refused=tuple(map(int, problems)),
-        given=sum(chunk.given for chunk in chunks),
-        learnt=sum(chunk.learnt for chunk in chunks),
+        dropped=len(rows) - len(np.unique(places[kept])),
+        rows=places[kept],
+        refused=tuple(refused),
+        given=given,
+        learnt=learnt,
     )
 
 

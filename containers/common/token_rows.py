@@ -1,14 +1,44 @@
-"""Rows of token ids in one array: a million rows of 200 tokens take 0.8 GB, and 7 GB as lists of integers."""
+"""Rows of token ids in one array: a million rows of 200 tokens take 0.8 GB, and 7 GB as lists of integers.
+
+The array is a file on the disk that is mapped, so its pages need no memory of their own.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, Self, overload
 
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Starts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Column:
+    """Numbers that are written to a file without a name, and then mapped: the memory does not grow with them."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (`with` closes it)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file; the array stays."""
+        self._file.close()
+
+    def add(self, values: Ints) -> None:
+        values.astype(np.int32, copy=False).tofile(self._file)
+
+    def mapped(self) -> Ints:
+        """All numbers; the disk is free again when the array is."""
+        self._file.flush()
+        if not self._file.tell():
+            return np.empty(0, np.int32)
+        mapped: Ints = np.memmap(self._file, np.int32, "r")
+        return mapped
 
 
 class TokenRows(Sequence[list[int]]):

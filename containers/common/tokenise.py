@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +28,16 @@ from dropforge.spec import Dataset, JobSpec
 
 from . import chat
 from .chat import Chunk, Encoded, Learn
-from .errors import infrastructure_error
 from .job import Job
+from .processes import in_processes
+from .read_rows import CHUNK_ROWS, digests_of, mean_characters, processes_for
 from .rows import Split, held_out_source
-from .token_rows import TokenRows
+from .token_rows import Column, Ints, TokenRows
 
-CHUNK_ROWS = 2048
-# Below, a single process is done before others have started: a process imports transformers first, which takes seconds.
-PARALLEL_CHARACTERS = 8_000_000
-MAX_PROCESSES = 32  # each takes about 300 MB
+PART = 1 << 20  # token ids that are unpacked or digested at once
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TIMEOUT_SECONDS = 120.0
+DTYPES = {"int32": "I32", "int64": "I64", "uint8": "U8"}  # safetensors' names of numpy's types
 COUNTS = ("truncated", "dropped", "refused", "given", "learnt")  # fields of Encoded that are no arrays
 
 
@@ -68,9 +63,11 @@ class Tokeniser:
         if self.cache and (cached := self.cache.read(key)):
             log("read the token ids of an earlier attempt", stage="train", rows=len(rows), key=key)
             return cached
-        began, processes = time.monotonic(), self.processes or processes_for(rows)
-        chunks = list(self._chunks(rows, max_length, source, learn, processes))
-        encoded = chat.join(self.tokenizer, rows, chunks, max_length, source)
+        began = time.monotonic()
+        processes = self.processes or processes_for(len(rows), mean_characters(rows))
+        chunks = self._chunks(rows, max_length, source, learn, processes)
+        directory = self.cache.directory if self.cache else None
+        encoded = chat.join(self.tokenizer, rows, chunks, max_length, source, directory)
         seconds = round(time.monotonic() - began, 1)
         log(f"tokenised {len(rows):,} rows", stage="train", rows=len(rows), seconds=seconds, processes=processes)
         if self.cache:
@@ -84,49 +81,18 @@ class Tokeniser:
         digest.update(json.dumps([packages, self.method, max_length, learn, self.tokenizer.chat_template]).encode())
         for path in sorted(path for pattern in TOKENIZER_FILES for path in Path(self.base).glob(pattern)):
             digest.update(f"\n{path.name}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-        for row in rows:
-            digest.update(json.dumps([row.messages, row.text, sorted(row.muted), row.tools]).encode())
+        digest.update(digests_of(rows).tobytes())
         return digest.hexdigest()
 
     def _chunks(
         self, rows: Sequence[Row], max_length: int, source: str, learn: Learn, processes: int
     ) -> Iterator[Chunk]:
-        parts = [rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS)]
+        parts = (rows[start : start + CHUNK_ROWS] for start in range(0, len(rows), CHUNK_ROWS))
         if processes == 1:
-            yield from (chat.encode_chunk(self.tokenizer, part, max_length, source, learn) for part in parts)
-            return
-        # Not fork: this process has threads (gRPC, the job events), and a fork copies their locks in any state.
-        pool = ProcessPoolExecutor(
-            processes,
-            multiprocessing.get_context("spawn"),
-            initializer=_start_process,
-            initargs=(self.base, self.trust_remote_code),
-        )
-        try:
-            yield from pool.map(_encode_chunk, parts, repeat(max_length), repeat(source), repeat(learn))
-        except BrokenProcessPool:
-            raise infrastructure_error(
-                f"one of {processes} processes that tokenise the rows of {source} was killed",
-                "dropforge tries the run again; if it fails again, use a machine with more memory",
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def processes_for(rows: Sequence[Row]) -> int:
-    """How many processes tokenise the rows fastest here."""
-    characters = sum(len(row.content) for row in rows)
-    return 1 if characters < PARALLEL_CHARACTERS else min(cores(), MAX_PROCESSES)
-
-
-def cores() -> int:
-    """The cores that this container may use: by affinity, and by the control group's share of time."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:
-        return available
-    return available if quota == "max" else max(1, min(available, int(quota) // int(period)))
+            return (chat.encode_chunk(self.tokenizer, part, max_length, source, learn) for part in parts)
+        work = partial(_encode_chunk, max_length=max_length, source=source, learn=learn)
+        start = (self.base, self.trust_remote_code)
+        return in_processes(work, parts, processes, f"tokenise the rows of {source}", _start_process, start)
 
 
 def encode_split(tokeniser: Tokeniser, split: Split, spec: JobSpec) -> tuple[Split, Encoded, Encoded | None]:
@@ -136,19 +102,16 @@ def encode_split(tokeniser: Tokeniser, split: Split, spec: JobSpec) -> tuple[Spl
     """
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     length, judged = spec.training.max_length, held_out_source(spec.dataset, spec.evaluation)
-    train = tokeniser.encode(split.train, length, spec.dataset.source, spec.training.learn)
+    train = tokeniser.encode(split.train, length, spec.dataset.title, spec.training.learn)
     held_out = tokeniser.encode(split.held_out, length, judged) if split.held_out else None
+    refused = set(held_out.refused if held_out else ())
     kept = replace(
         split,
-        train=_without(split.train, train.refused),
-        held_out=_without(split.held_out, held_out.refused) if held_out else [],
+        train=split.train.take(np.delete(np.arange(len(split.train)), train.refused)),
+        held_out=[row for place, row in enumerate(split.held_out) if place not in refused],
         dropped=split.dropped + train.dropped,
     )
     return kept, train, held_out
-
-
-def _without(rows: Sequence[Row], refused: Collection[int]) -> list[Row]:
-    return [row for place, row in enumerate(rows) if place not in refused]
 
 
 @dataclass(frozen=True)
@@ -221,41 +184,75 @@ def sha256_of(path: Path) -> bytes:
 
 
 def save(path: Path, key: str, encoded: Encoded) -> None:
-    """Write token ids, a bit for each learnt token, and the rows' starts; the header has a digest of them."""
-    from safetensors.numpy import save_file
+    """Write token ids, a bit for each learnt token, and the rows' starts; the header has a digest of them.
 
+    The file is a safetensors file (https://huggingface.co/docs/safetensors, 2026-11-29), written piece by piece: the
+    library would copy all token ids to the memory.
+    """
     arrays = {
+        "starts": encoded.input_ids.starts,  # first: numbers of 64 bits are mapped at multiples of 8
         "ids": encoded.input_ids.values,
-        "learnt": np.packbits(encoded.labels.values != chat.IGNORED),
-        "starts": encoded.input_ids.starts,
         "rows": encoded.rows,
+        "learnt": _packed(encoded.labels.values),
     }
     counts = {"counts": json.dumps({name: getattr(encoded, name) for name in COUNTS})}
-    save_file(arrays, path, {"key": key, "sha256": _digest(arrays, counts), **counts})
+    header: dict[str, Any] = {"__metadata__": {"key": key, "sha256": _digest(arrays, counts), **counts}}
+    end = 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": [len(array)], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            array.tofile(file)
 
 
 def load(path: Path, key: str) -> Encoded:
-    """The token ids of `save`. Raises ValueError or a SafetensorError if the file is damaged or of another key."""
-    from safetensors import safe_open
-
-    with safe_open(path, "np") as file:
-        header = file.metadata() or {}
-        arrays = {name: file.get_tensor(name) for name in ("ids", "learnt", "starts", "rows")}
-    counts = {"counts": header.get("counts", "")}
-    if header.get("key") != key or header.get("sha256") != _digest(arrays, counts):
+    """The token ids of `save`, mapped. Raises ValueError or KeyError if the file is damaged or of another key."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    told, names = header.pop("__metadata__"), {dtype: name for name, dtype in DTYPES.items()}
+    arrays = {
+        name: np.memmap(path, names[at["dtype"]], "r", 8 + length + at["data_offsets"][0], tuple(at["shape"]))
+        if at["shape"] != [0]
+        else np.empty(0, names[at["dtype"]])
+        for name, at in header.items()
+    }
+    counts = {"counts": told["counts"]}
+    if told["key"] != key or told["sha256"] != _digest(arrays, counts):
         raise ValueError("its digest differs from its contents")
     ids, starts = arrays["ids"], arrays["starts"]
-    learnt = np.unpackbits(arrays["learnt"], count=len(ids)).astype(bool)
-    labels = np.where(learnt, ids, np.int32(chat.IGNORED))
+    labels = _labels(ids, arrays["learnt"], path.parent)
     known = json.loads(counts["counts"])
     known["refused"] = tuple(known["refused"])
     return Encoded(TokenRows(ids, starts), TokenRows(labels, starts), rows=arrays["rows"], **known)
 
 
+def _packed(labels: Ints) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A bit for each label that is learnt."""
+    parts = [np.packbits(labels[start : start + PART] != chat.IGNORED) for start in range(0, len(labels), PART)]
+    return np.concatenate([np.empty(0, np.uint8), *parts])
+
+
+def _labels(ids: Ints, learnt: np.ndarray[Any, np.dtype[np.uint8]], directory: Path) -> Ints:
+    """The labels of `_packed`."""
+    with Column(directory) as labels:
+        for start in range(0, len(ids), PART):
+            part = ids[start : start + PART]
+            bits = np.unpackbits(learnt[start // 8 : (start + PART) // 8], count=len(part)).astype(bool)
+            labels.add(np.where(bits, part, np.int32(chat.IGNORED)))
+        return labels.mapped()
+
+
 def _digest(arrays: dict[str, Any], counts: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(counts).encode())
     for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        for start in range(0, len(array), PART):
+            digest.update(array[start : start + PART].tobytes())
     return digest.hexdigest()
 
 
@@ -265,16 +262,7 @@ _tokenizer: Any = None  # of a process of the pool
 def _start_process(base: str, trust_remote_code: bool) -> None:
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes take all cores
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     _tokenizer = chat.load_tokenizer(base, trust_remote_code)
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it was killed: nobody would take its results."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode_chunk(rows: Sequence[Row], max_length: int, source: str, learn: Learn) -> Chunk:

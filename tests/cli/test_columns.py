@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,10 @@ def csv_of(head: str, separator: str = ",", end: str = "\n") -> str:
     return end.join([head, *(f"q {number}{separator}a {number}" for number in range(12))]) + end
 
 
-GOOD = {
+GOOD: dict[str, str | bytes] = {
+    "tabs.tsv": csv_of("question\tanswer", "\t"),
+    "packed.csv.gz": gzip.compress(csv_of("question,answer").encode()),
+    "packed.jsonl.gz": gzip.compress(LINES.encode()),
     "plain.csv": csv_of("question,answer"),
     "mark.csv": "\ufeff" + csv_of("question,answer"),
     "windows.csv": csv_of('"question","answer"', end="\r\n"),
@@ -44,7 +49,9 @@ GOOD = {
     "list.json": json.dumps(ROWS, indent=2),
     "lines.json": LINES,
 }
-BAD = {
+BAD: dict[str, str | bytes] = {
+    "commas.tsv": csv_of("question,answer"),
+    "other.csv.gz": gzip.compress(csv_of("question,reply").encode()),
     "other.csv": csv_of("question,reply"),
     "blank.csv": csv_of("question, answer"),
     "case.csv": csv_of("Question,answer"),
@@ -56,7 +63,7 @@ BAD = {
 }
 
 
-def spec_of(uri: str, columns: dict[str, str] | None = TEMPLATES, **dataset: Any) -> JobSpec:
+def spec_of(uri: str | list[str], columns: dict[str, str] | None = TEMPLATES, **dataset: Any) -> JobSpec:
     document = json.loads(EXAMPLE.read_text())
     document["dataset"] = {"source": uri, **dataset} | ({"columns": columns} if columns else {})
     return parse_spec(json.dumps(document).encode())
@@ -101,8 +108,11 @@ def test_the_form_is_the_one_that_the_training_container_finds(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("any.parquet", b"PAR1"), ("any", b"x"),
+        ("empty.csv", b""), ("empty.jsonl", b""), ("none.json", b"[]"), ("any.parquet", b"PAR1"), ("any.csv.zst", b"x"),
+        ("cut.csv.gz", gzip.compress(b"question,answer\n" + random.Random(1).randbytes(SAMPLE_BYTES).hex().encode())),
+        ("two.jsonl.gz", gzip.compress(b'{"question": "why", ') + gzip.compress(b'"answer": "so"}')),
         ("wide.jsonl", b'{"x": "' + b"x" * SAMPLE_BYTES + b'"}'),
+        ("wide.json", ('[{"question": "why", "answer": "' + "\u00e9" * SAMPLE_BYTES + '"}]').encode()),
         ("cut.csv", b"question,answer\n" + "\u00e9 and more,yes\n".encode() * SAMPLE_BYTES),
         ("cut.jsonl", b'{"question": "why", "answer": "so"}\n' * SAMPLE_BYTES),
     ],
@@ -115,6 +125,9 @@ def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name:
 
 
 FOUND = {
+    "any": (b"x", "any is no file of rows by its name"),
+    "torn.csv.gz": (gzip.compress(b"question,answer\n1,2\n")[:-9], "is no whole .gz file"),
+    "plain.csv.gz": (b"question,answer\n1,2\n", "is no whole .gz file"),
     "latin.csv": ("question,answer\nn\u00e9,\u00e0\n".encode("latin-1"), "is not UTF-8 text"),
     "quote.csv": (b'"question,answer\n1,2', "is not CSV"),
     "shifted.csv": (b"question,answer\na, b,c\nd,e\n", "line 2 of the data set has 3 fields; the header has 2 columns"),
@@ -134,6 +147,17 @@ def test_a_broken_file_is_found_before_it_costs(deployed: Deployed, name: str) -
     [problem] = problems_of(samples_of(spec_of(put(name, content)), clients))
     assert problem.pointer == "/dataset/source"
     assert message in problem.message
+
+
+def test_each_of_the_first_files_is_looked_at(deployed: Deployed) -> None:
+    folder = put("many/a.csv", csv_of("question,answer")).removesuffix("a.csv")
+    put("many/b.csv", csv_of("question,reply"))
+    for source in (folder, f"{folder}*.csv", [f"{folder}{name}.csv" for name in "ab"]):
+        problems = problems_of(samples_of(spec_of(source), clients))
+        assert [f"{BUCKET}/many/b.csv" in (problem.expected or "") for problem in problems] == [True]
+    put("many/c.tsv", "x")
+    [problem] = problems_of(samples_of(spec_of(folder), clients))
+    assert "many/c.tsv is a .tsv file, and gs://data/many/a.csv a .csv file" in problem.message
 
 
 ODD: dict[str, list[dict[str, Any]]] = {

@@ -90,19 +90,16 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
             "semicolons.csv",
             "the columns of semicolons.csv are separated by ';'; expected commas",
         ),
-        (
-            "a\tb\n1\t2\n",
-            "tabs.tsv",
-            "tabs.tsv has the ending '.tsv'; expected a file of text that ends in .csv, .jsonl, .json",
-        ),
-        ("a,b\n1,2\n", "tickets", "tickets has the ending ''; expected a file of text that ends in .csv"),
+        ("a,b\n" + "1,2\n" * 9, "commas.tsv", "are separated by ','; expected commas, or tabs in a .tsv"),
+        ("a,b\n1,2\n", "tickets", "tickets is no file of rows by its name; expected a name ending in .jsonl, .json"),
+        ("a,b\n1,2,3\n", "long.csv", "long.csv: line 2 of the data set has 3 fields; the header has 2 columns"),
         (None, "none.xlsx", "the data none.xlsx cannot be read: No such file"),
         (
             "a{b,team\n" + "a,b\n" * 9,
             "head.csv",
             "the column 'a{b' of head.csv cannot be in a template",
         ),
-        ('{"a": 1}\n{"a": \n', "bad.jsonl", "row 2 of bad.jsonl cannot be read: Expecting value"),
+        ('{"a": 1}\n{"a": \n', "bad.jsonl", "bad.jsonl: line 2 of the data set is not JSON: Expecting value"),
         ("ticket,team\n" + "a,b\n" * 9, "own.csv", "no name says which has the answers\nhint: say it: --answer team"),
         ("prompt,chosen,rejected\n" + "a,b,c\n" * 9, "pairs.csv", "pairs.csv has the column 'chosen': not each"),
         (
@@ -112,7 +109,11 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
         ),
         ("prompt,completion,label\n" + "a,b,1\n" * 9, "kto.csv", "kto.csv has the column 'label'"),
         ("a\n" + "1\n" * 9, "one.csv", "one.csv has the columns a; expected a question and an answer"),
-        ("[1, 2, 3, 4, 5, 6, 7, 8]", "list.json", "row 1 of list.json is 1; expected an object with columns"),
+        (
+            "[1, 2, 3, 4, 5, 6, 7, 8]",
+            "list.json",
+            "list.json: row 0 of the data set is a number; expected a list of objects",
+        ),
         (None, "none.csv", "the data none.csv cannot be read: No such file"),
     ],
 )
@@ -127,22 +128,64 @@ def test_a_file_that_cannot_be_trained_on_is_refused(
     assert not Path("my-job.json").exists()
 
 
-@pytest.mark.parametrize("name", ["rows.csv.gz", "rows.csv"])
-def test_a_compressed_file_is_refused_with_the_command_that_unpacks_it(dropforge: Run, name: str) -> None:
-    Path(name).write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 9))
-    result = dropforge("init", "--data", name)
+def test_a_compressed_file_needs_a_name_that_says_it(dropforge: Run) -> None:
+    Path("rows.csv").write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 9))
+    result = dropforge("init", "--data", "rows.csv")
     assert result.exit_code == 1
-    assert f"error: {name} is compressed by gzip; expected a file of text" in result.stderr
-    assert f"hint: unpack it: gunzip {name}\n" in result.stderr
+    assert "error: rows.csv is compressed by gzip; expected a name that ends in .gz" in result.stderr
     assert not Path("my-job.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv.gz", gzip.compress(b"ticket,team\n" + b"a,b\n" * 9)),
+        ("rows.tsv", b"ticket\tteam\n" + b"a, and more\tb\n" * 9),
+        ("rows.jsonl.gz", gzip.compress(b'{"ticket": "a", "team": "b"}\n' * 5) * 2),
+    ],
+)
+def test_columns_are_proposed_for_files_of_each_format(dropforge: Run, name: str, content: bytes) -> None:
+    Path(name).write_bytes(content)
+    result = dropforge("init", "--data", name, "--answer", "team", "--bucket", "my-data")
+    assert result.exit_code == 0, result.output
+    dataset = json.loads(Path("my-job.json").read_text())["dataset"]
+    assert dataset == {"source": f"gs://my-data/{name}", "columns": {"prompt": "{ticket}", "completion": "{team}"}}
+
+
+def test_a_folder_is_proposed_as_a_folder_and_its_files_must_be_of_one_format(dropforge: Run) -> None:
+    folder = Path("tickets")
+    folder.mkdir()
+    assert "the folder tickets has no file" in dropforge("init", "--data", "tickets").stderr
+    for name in ("b.csv", "a.csv"):
+        (folder / name).write_text("ticket,answer\n" + "a,b\n" * 5)
+    (folder / "_SUCCESS").write_text("")
+    result = dropforge("init", "--data", "tickets", "--bucket", "my-data")
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("my-job.json").read_text())["dataset"]["source"] == "gs://my-data/tickets/"
+    assert "next: dropforge put tickets gs://my-data/tickets/" in result.stderr
+    (folder / "c.jsonl").write_text("{}")
+    refused = dropforge("init", "--data", "tickets", "--force")
+    assert "tickets/c.jsonl is a .jsonl file, and tickets/a.csv a .csv file; expected files of" in refused.stderr
+    (folder / "c.jsonl").rename(folder / "c.csv")
+    assert "c.csv has no row of data" in dropforge("init", "--data", "tickets", "--force").stderr
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.zst"])
+def test_no_column_is_proposed_for_a_file_that_only_the_training_reads(dropforge: Run, name: str) -> None:
+    Path(name).write_bytes(b"PAR1")
+    result = dropforge("init", "--data", name, "--bucket", "my-data")
+    assert result.exit_code == 0, result.output
+    assert f"note: only the training reads {name}" in result.stderr
+    assert json.loads(Path("my-job.json").read_text())["dataset"] == {"source": f"gs://my-data/{name}"}
+    assert "only the training reads" in dropforge("init", "--data", name, "--force", "--answer", "a").stderr
 
 
 def test_another_encoding_is_refused_with_the_command_that_mends_it(dropforge: Run) -> None:
     Path("latin.csv").write_bytes(("ticket,team\n" + "café,a\n" * 9).encode("latin-1"))
     result = dropforge("init", "--data", "latin.csv")
-    assert "error: latin.csv is not UTF-8: byte 0xe9; expected text in UTF-8" in result.stderr
-    command = result.stderr.split("if it is Latin-1: ")[1].strip()
-    subprocess.run(command, shell=True, check=True)
+    assert "error: latin.csv: line 2 of the data set is not UTF-8 text: byte 0xe9 at byte 3 of it" in result.stderr
+    command = result.stderr.split("`")[1]
+    subprocess.run(f"{command} latin.csv > new.csv", shell=True, check=True)
     assert Path("new.csv").read_text(encoding="utf-8") == "ticket,team\n" + "café,a\n" * 9
     assert dropforge("init", "--data", "new.csv", "--answer", "team").exit_code == 0
 

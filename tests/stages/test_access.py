@@ -15,6 +15,7 @@ from dropforge.base.errors import NotFound
 from dropforge.run.proof import ACCESS_NAME, key_of_run, proof
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
+from dropforge.spec.job import MAX_SOURCES
 from dropforge.stages.access import access, boundary
 from dropforge_local.iam.boundary import Boundary
 from dropforge_local.iam.conditions import Resource
@@ -168,22 +169,24 @@ def test_a_source_with_a_quote_opens_nothing() -> None:
 
 
 def longest(bucket: str) -> JobSpec:
-    """A spec that names the models of three other runs, whose ids are the longest."""
-    first, second, third = (f"gs://{bucket}/models/{letter * 20}-0123456789ab" for letter in "stu")
+    """A spec that names the models of as many other runs as it can, whose ids are the longest."""
+    first, last, *others = (f"gs://{bucket}/models/{'s' * 20}-{number:012x}" for number in range(MAX_SOURCES + 2))
     fields = document()
-    fields["model"], fields["dataset"]["source"] = {"source": f"{first}/attempt-1/model"}, f"{second}/rows.jsonl"
-    fields["evaluation"] = {"source": f"{third}/rows.jsonl"}
+    fields["model"] = {"source": f"{first}/attempt-1/model"}
+    fields["dataset"]["source"] = [f"{run}/rows.jsonl" for run in others]
+    fields["evaluation"] = {"source": f"{last}/rows.jsonl"}
     return JobSpec.model_validate(fields)
 
 
 @pytest.mark.parametrize("bucket", ["b" * 63, ".".join(["b" * 55] * 4)[:222]], ids=len)
 @pytest.mark.parametrize("is_trainer", [True, False])
 def test_every_spec_has_a_boundary_that_google_takes(bucket: str, is_trainer: bool) -> None:
-    """A rule names three sources at most, so no spec is refused for the limits, which `Boundary` has, too."""
+    """No spec is refused for the limits, which `Boundary` has, too."""
     rules = boundary(bucket, f"{'r' * 20}-0123456789ab", longest(bucket), is_trainer=is_trainer)
     assert Boundary(rules)
-    read = rules["accessBoundary"]["accessBoundaryRules"][1]["availabilityCondition"]["expression"]
-    assert [read.count(f"{letter * 20}-0123456789ab") for letter in "stu"] == [2 * is_trainer] * 3
+    read = json.dumps(rules["accessBoundary"]["accessBoundaryRules"][1:])
+    counts = [read.count(f"{'s' * 20}-{number:012x}/") for number in range(MAX_SOURCES + 2)]
+    assert counts == [2 * is_trainer] * (MAX_SOURCES + 2)
 
 
 @pytest.mark.parametrize(

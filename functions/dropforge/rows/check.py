@@ -29,7 +29,7 @@ from .values import UnsupportedRow, UnusableRow, is_empty
 # refused: the run would end. fault: the training learns or measures something wrong. note: worth knowing.
 Level = Literal["refused", "fault", "note"]
 SOURCE = "/dataset/source"
-SEPARATORS = (";", "\t", "|")
+OTHER_SEPARATORS = (";", "\t", "|", ",")
 PEEK_ROWS = 10_000  # all of their columns decide the form
 FEW_ROWS = 20  # fewer unusable rows say nothing about the others
 MOST_UNUSABLE = 0.5  # of a sample; the training leaves out at most a tenth of all rows
@@ -154,8 +154,8 @@ def check(
 
     `other` are the rows to evaluate on, if no training rows are held out.
     """
-    mine = scan_rows(Scan(dataset, dataset.source), rows)
-    theirs = other and scan_rows(Scan(other[0], other[0].source, pointer="/evaluation/source"), other[1])
+    mine = scan_rows(Scan(dataset, dataset.title), rows)
+    theirs = other and scan_rows(Scan(other[0], other[0].title, pointer="/evaluation/source"), other[1])
     findings = [*_of_scan(mine), *(_of_scan(theirs) if theirs else ())]
     if not mine.usable:
         return Report(mine, tuple(findings))
@@ -167,6 +167,13 @@ def check_sample(dataset: Dataset, source: str, rows: Iterable[Raw], pointer: st
     """Check the first rows of a data set. They say nothing about the number of rows and the split."""
     scan = scan_rows(Scan(dataset, source, is_whole=False, pointer=pointer), rows)
     return Report(scan, tuple(_of_scan(scan)))
+
+
+def refused(dataset: Dataset, problem: BadFile, pointer: str) -> Report:
+    """The report of a data set whose files cannot be read."""
+    scan = Scan(dataset, dataset.title, is_whole=False, pointer=pointer)
+    scan.refuse(str(problem), problem.hint or GOOD_FILE)
+    return Report(scan, tuple(scan.findings))
 
 
 def scan_rows(scan: Scan, rows: Iterable[Raw]) -> Scan:
@@ -185,8 +192,8 @@ def scan_rows(scan: Scan, rows: Iterable[Raw]) -> Scan:
 
 
 def separator_of(columns: list[str]) -> str | None:
-    """The character that seems to separate the columns of a CSV file, if it is no comma."""
-    return next((mark for mark in SEPARATORS if mark in columns[0]), None) if len(columns) == 1 else None
+    """The character that seems to separate the columns of a CSV or TSV file, if all of them are one column."""
+    return next((mark for mark in OTHER_SEPARATORS if mark in columns[0]), None) if len(columns) == 1 else None
 
 
 def _until_bad(scan: Scan, rows: Iterable[Raw]) -> Iterator[Raw]:
@@ -200,7 +207,9 @@ def _reader(scan: Scan, columns: list[str]) -> Reader | None:
     """The reader of rows with these columns; None, and the reasons in the findings, if no form has them."""
     if mark := separator_of(columns):
         message = f"the columns are separated by {mark!r}"
-        scan.refuse(message, "commas; save the file again", found=shown_columns(columns))
+        scan.refuse(
+            message, "a comma in a .csv file, a tab in a .tsv file; save the file again", found=shown_columns(columns)
+        )
     elif not _names_missing_columns(scan, columns):
         try:
             form = form_of(columns, scan.dataset)

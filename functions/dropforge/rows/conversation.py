@@ -38,7 +38,8 @@ class Row:
     """A conversation that ends with the assistant's answer; or a plain text, without messages.
 
     `muted` are the indices of the assistant's earlier messages that are read and not learnt (OpenAI's "weight": 0).
-    `tools` are the tools that the model may call, in OpenAI's form. `number` is the place in the data set, from 0.
+    `tools` are the tools that the model may call, in OpenAI's form. `number` is the place in the data set, from 0;
+    `within` tells its place in one of several files.
     """
 
     messages: tuple[Message, ...]
@@ -46,6 +47,12 @@ class Row:
     muted: frozenset[int] = frozenset()
     tools: tuple[Tool, ...] = ()
     number: int = field(default=0, compare=False)
+    within: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        """The row in a message."""
+        return f"row {self.number}{self.within}"
 
     @property
     def prompt(self) -> list[Message]:

@@ -25,7 +25,7 @@ def evaluation_dataset(dataset: Dataset, evaluation: Evaluation | None) -> Datas
     if evaluation is None or not (evaluation.source or evaluation.split):
         return None
     changes: dict[str, Any] = {"split": evaluation.split or dataset.split, "limit": None}
-    if evaluation.source not in (None, dataset.source):
+    if evaluation.source is not None and [evaluation.source] != dataset.sources:
         changes |= {"source": evaluation.source, "config": None, "revision": "main"}
     return dataset.model_copy(update=changes)
 

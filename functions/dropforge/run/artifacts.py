@@ -66,12 +66,16 @@ class ArtifactFile(BaseModel):
 
 
 class Source(BaseModel):
-    """The origin of a model or a data set; `revision` is a Hub commit, or a digest of the objects."""
+    """The origin of a model or a data set; `revision` is a Hub commit, or a digest of the objects.
+
+    `files` are the objects of a data set of several files, in the order of their rows, each with its revision.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     uri: str
     revision: str
+    files: dict[str, str] = {}
 
 
 MAX_FIELDS, MAX_FIELD = 20, 60  # names of fields in a manifest, and characters of each

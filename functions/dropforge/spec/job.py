@@ -24,6 +24,7 @@ from .parts import (
     Part,
     SecretName,
     Wrong,
+    check_files,
     check_source,
     ruled,
 )
@@ -104,14 +105,17 @@ class Columns(Part):
     system: str | None = Field(default=None, max_length=8192, description="The system message of every row.")
 
 
-class Dataset(Part):
-    """The training data: a Hugging Face Hub id, or a gs:// URI of a .jsonl, .json, .csv or .parquet object."""
+MAX_SOURCES = 32  # of a list: access.py names each in the rules of a run's token. A folder or a glob names more files.
+SourceUri = Annotated[str, Field(min_length=1, max_length=1024)]
 
-    source: str = Field(
-        min_length=1,
-        max_length=1024,
-        examples=["b-mc2/sql-create-context", "gs://bucket/data.jsonl"],
-        description="A Hugging Face Hub id (`owner/name`), or a `gs://` URI.",
+
+class Dataset(Part):
+    """The training data: a Hugging Face Hub id, or files in buckets (docs/data-formats.md)."""
+
+    source: SourceUri | Annotated[list[SourceUri], Field(min_length=1, max_length=MAX_SOURCES)] = Field(
+        examples=["b-mc2/sql-create-context", "gs://bucket/data.jsonl", "gs://bucket/folder/*.jsonl.gz"],
+        description="A Hugging Face Hub id (`owner/name`), or `gs://` URIs: a file, a folder (`gs://bucket/folder/`), "
+        "a glob, or a list of them.",
     )
     config: str | None = Field(default=None, description="The configuration of a Hub data set that has several.")
     revision: str = Field(default="main", min_length=1, max_length=255, description="Branch, tag or commit of the Hub.")
@@ -147,8 +151,19 @@ class Dataset(Part):
 
     @field_validator("source")
     @classmethod
-    def _is_a_source(cls, value: str) -> str:
-        return check_source(value)
+    def _is_a_source(cls, value: str | list[str]) -> str | list[str]:
+        return check_source(value) if isinstance(value, str) else check_files(value)
+
+    @property
+    def sources(self) -> list[str]:
+        """The Hub id, or the URIs."""
+        return [self.source] if isinstance(self.source, str) else self.source
+
+    @property
+    def title(self) -> str:
+        """The source in one line of a message."""
+        first, *others = self.sources
+        return f"{first} and {len(others)} more" if others else first
 
     @model_validator(mode="after")
     def _columns_match_format(self) -> Dataset:
@@ -170,6 +185,10 @@ class SyntheticDataset(Part):
     @property
     def source(self) -> str:
         """The type, in place of the source that other data sets have."""
+        return self.type
+
+    @property
+    def title(self) -> str:
         return self.type
 
 
@@ -605,8 +624,10 @@ class JobSpec(Part):
     @property
     def sources(self) -> dict[str, str]:
         """The model and the data sets, by their place in the spec."""
-        evaluated = self.evaluation.source if self.evaluation else None
-        sources = {"/model/source": self.model.source, "/dataset/source": self.dataset.source}
+        evaluated, data = self.evaluation.source if self.evaluation else None, self.dataset.source
+        listed = {"": data} if isinstance(data, str) else {f"/{place}": uri for place, uri in enumerate(data)}
+        sources = {"/model/source": self.model.source}
+        sources |= {f"/dataset/source{place}": uri for place, uri in listed.items()}
         return {**sources, "/evaluation/source": evaluated} if evaluated else sources
 
     @model_validator(mode="after")
@@ -638,8 +659,9 @@ class JobSpec(Part):
             self._check_evaluation_has_other_rows(self.dataset, self.evaluation)
 
     def _check_evaluation_has_other_rows(self, dataset: Dataset, evaluation: Evaluation) -> None:
-        source, split = evaluation.source or dataset.source, evaluation.split or dataset.split
-        same = source == dataset.source and (split == dataset.split or source.startswith("gs://"))
+        source, split = evaluation.source, evaluation.split or dataset.split
+        in_buckets = dataset.sources[0].startswith("gs://")
+        same = source in (None, *dataset.sources) and (split == dataset.split or in_buckets)
         if same and (evaluation.source or evaluation.split):
             found, expected = (
                 evaluation.source or evaluation.split,

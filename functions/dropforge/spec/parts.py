@@ -131,6 +131,17 @@ def check_source(value: str) -> str:
     return value
 
 
+def check_files(uris: list[str]) -> list[str]:
+    """Accept different gs:// URIs; raise Wrong for anything else."""
+    for place, uri in enumerate(uris):
+        if not uri.startswith("gs://"):
+            raise Wrong(f"/{place}", "a list names files in buckets", uri, "a gs:// URI (a Hub id stands alone)")
+        if uri in uris[:place]:
+            raise Wrong(f"/{place}", "the list names a source twice", uri, "each source once")
+        check_source(uri)
+    return uris
+
+
 def _foreign(name: str) -> str:
     """Names the first character outside ASCII, as the end of a message: it may look like a letter of ASCII."""
     letter = next((character for character in name if not character.isascii()), "")

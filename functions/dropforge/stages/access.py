@@ -23,6 +23,7 @@ from dropforge.spec import JobSpec
 from .answers import Granted
 
 # Upper bounds: the grants of this function's account (terraform/permissions.yaml) are smaller.
+READ_AT_ONCE = 4  # prefixes of a rule: the longest names make an expression of fewer than 2,048 characters
 _WRITE, _READ = "inRole:roles/storage.objectUser", "inRole:roles/storage.objectViewer"
 _CREATE = "inRole:roles/storage.objectCreator"  # not to replace: a replacement is also a delete
 _LOOK = "inRole:roles/storage.bucketViewer"  # the account has only its permission storage.buckets.get
@@ -59,14 +60,16 @@ def boundary(bucket: str, run: str, spec: JobSpec, *, is_trainer: bool) -> dict[
     container reaches it, and no server replaces it.
 
     The service takes 10 rules, and 2,048 characters in an expression
-    (https://cloud.google.com/iam/docs/reference/sts/rest/v1/AccessBoundary, 2026-11-26). No spec needs more: there are
-    four rules at most, and the longest names of three sources make an expression of 1,640 characters.
+    (https://cloud.google.com/iam/docs/reference/sts/rest/v1/AccessBoundary, 2026-11-26). No spec needs more: it has a
+    model, MAX_SOURCES of data and one of evaluation, and the longest names of READ_AT_ONCE of them fit an expression.
     """
     machine, model, checkpoints = f"{names.MACHINES_PREFIX}{run}/", model_prefix(run), checkpoint_prefix(run)
     kept, sources = names.run_prefix(run), sorted(set(_sources(bucket, spec)))
     if is_trainer:
         writes = _rule(bucket, _WRITE, [machine, model, checkpoints], [model, checkpoints])
-        rules = [writes, _rule(bucket, _READ, [kept, *sources], sources)]
+        read = [kept, *sources]
+        groups = [read[at : at + READ_AT_ONCE] for at in range(0, len(read), READ_AT_ONCE)]
+        rules = [writes, *(_rule(bucket, _READ, group, [each for each in group if each != kept]) for group in groups)]
     else:
         compiled = names.cache_prefix(run)
         reads = _rule(bucket, _READ, [model, compiled], [model, compiled])
@@ -99,8 +102,7 @@ def _look(bucket: str) -> dict[str, Any]:
 
 def _sources(bucket: str, spec: JobSpec) -> Iterator[str]:
     """The prefixes of the runs whose models the spec names as its base model or its data."""
-    evaluation = spec.evaluation.source if spec.evaluation else None
-    for source in (spec.model.source, spec.dataset.source, evaluation):
-        match = re.match(r"gs://([^/]+)/models/([^/]+)/", source or "")
+    for source in spec.sources.values():
+        match = re.match(r"gs://([^/]+)/models/([^/]+)/", source)
         if match and match[1] == bucket and names.is_run_id(match[2]):
             yield model_prefix(match[2])

@@ -18,6 +18,7 @@ from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
 from dropforge.rows.check import Report
 from dropforge.rows.sample import problems_of, samples_of
+from dropforge.rows.sources import exists
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 from dropforge.spec.policy import Policy, policy_of
@@ -203,8 +204,7 @@ def _missing_objects(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
     problems = []
     for pointer, uri in spec.sources.items():
         if uri.startswith("gs://"):
-            bucket, _, path = uri.removeprefix("gs://").partition("/")
-            problem = _object_problem(cloud, pointer, bucket, path)
+            problem = _object_problem(cloud, pointer, uri)
             problems += [problem] if problem else []
     return problems
 
@@ -218,18 +218,16 @@ def data_reports(cloud: Cloud, spec: JobSpec) -> list[Report]:
     return samples_of(spec, cloud.clients, (cloud.settings.specs_bucket, cloud.settings.runs_bucket))
 
 
-def _object_problem(cloud: Cloud, pointer: str, bucket: str, path: str) -> SpecProblem | None:
+def _object_problem(cloud: Cloud, pointer: str, uri: str) -> SpecProblem | None:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
-    storage, prefix = cloud.clients.storage(), path.rstrip("/")
+    storage, bucket = cloud.clients.storage(), uri.split("/")[2]
     try:
-        blobs = storage.list_blobs(bucket, prefix=prefix, max_results=10, timeout=TIMEOUT_SECONDS)
-        if any(blob.name == path or blob.name.startswith(f"{prefix}/") for blob in blobs):
+        if exists(storage, uri, is_model=pointer == "/model/source", timeout=TIMEOUT_SECONDS):
             return None
     except (BadRequest, NotFound):  # a name that is invalid for a bucket is a bad request
         return SpecProblem(pointer, "the bucket does not exist", f"gs://{bucket}", "a bucket of this project")
     except Forbidden:
         return SpecProblem(pointer, "the bucket may not be read", f"gs://{bucket}", "a bucket that dropforge may read")
-    return SpecProblem(
-        pointer, "the object does not exist", f"gs://{bucket}/{path}", "an object or a prefix with objects"
-    )
+    expected = "a prefix with objects" if pointer == "/model/source" else "an object, a folder/ or a glob with objects"
+    return SpecProblem(pointer, "the object does not exist", uri, expected)

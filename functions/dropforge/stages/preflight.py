@@ -165,8 +165,7 @@ def _tpu_type(cloud: Cloud, wanted: Demand) -> Iterator[Finding]:
 def _locations(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
     """Compare the places of the buckets with the places of training. A read across regions is slow and costs money."""
     regions = {_region(place) for place in get_target(spec.target.type).regions(spec)}
-    uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # a synthetic data set has no source
-    sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
+    sources = [uri.split("/")[2] for uri in spec.sources.values() if uri.startswith("gs://")]
     for name in dict.fromkeys([cloud.settings.runs_bucket, *sources]):
         bucket = cloud.clients.storage().lookup_bucket(name, timeout=TIMEOUT_SECONDS)
         if bucket is None:

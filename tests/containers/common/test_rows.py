@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from containers.common import rows
+from containers.common import raw_rows, rows
 from containers.common.errors import BAD_DATA, JobError
+from containers.common.raw_rows import RawRows
+from containers.common.read_rows import values_of
 from containers.common.rows import normalise, prepare
-from dropforge.rows import Row, files
+from dropforge.rows import Row, files, sources
 from dropforge.spec import Dataset, Evaluation
 
+BUCKET = "data-bucket"
 PLAIN = Dataset(source="gs://data/x.jsonl")
 EVALUATION = Evaluation(holdout_fraction=0.1)
 
@@ -25,6 +34,17 @@ def dataset(**fields: Any) -> Dataset:
 
 def pairs(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(count)]
+
+
+def read(cloud: Any, directory: Path, files: dict[str, bytes], source: Any = None) -> RawRows:
+    """The rows of files of a bucket, with all of them parsed."""
+    folder = f"gs://{BUCKET}/{uuid.uuid4().hex}"
+    for name, content in files.items():
+        cloud.client.bucket(BUCKET).blob(f"{folder.partition(BUCKET)[2][1:]}/{name}").upload_from_string(content)
+    uris = [f"{folder}/{name}" for name in ([source] if isinstance(source, str) else source or files)]
+    raw, _ = rows.load_rows(dataset(source=uris if len(uris) > 1 else uris[0]), cloud.client, directory)
+    values_of(raw, np.arange(len(raw)))
+    return raw
 
 
 def only(raw: list[dict[str, Any]], description: Dataset = PLAIN) -> Row:
@@ -168,58 +188,163 @@ def test_no_held_out_row_is_trained_on_even_when_it_appears_twice() -> None:
     assert len(split.train) < 108
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.jsonl", '{"a": 1}\n\n{"a": 2}\n'),
-        ("x.json", '[{"a": 1}, {"a": 2}]'),
-        ("x.json", '{"a": 1}\n{"a": 2}\n'),
-        ("x.csv", "\ufeffa\n1\n2\n"),
-    ],
-)
-def test_files_are_read_by_their_suffix(tmp_path: Path, name: str, content: str) -> None:
-    path = tmp_path / name
-    path.write_text(content, encoding="utf-8")
-    assert [str(row["a"]) for row in rows._READERS[path.suffix](path)] == ["1", "2"]
+JSON_LINES, TABLE = b'{"a": 1}\n\n{"a": 2}', [{"a": 1}, {"a": 2}]
 
 
-def test_parquet_is_read(tmp_path: Path) -> None:
-    import datasets
+def zipped(data: bytes, compression: str) -> bytes:
+    with pyarrow.BufferOutputStream() as buffer:
+        with pyarrow.CompressedOutputStream(buffer, compression) as file:
+            file.write(data)
+        return bytes(buffer.getvalue())
 
-    path = tmp_path / "x.parquet"
-    datasets.Dataset.from_list(pairs(3)).to_parquet(str(path))
-    raw = rows._READERS[".parquet"](path)
-    assert (len(raw), raw[2]["prompt"]) == (3, "question 2")
+
+def table_in(kind: str, rows: list[dict[str, Any]] = TABLE) -> bytes:
+    table, buffer = pyarrow.Table.from_pylist(rows), io.BytesIO()
+    if kind == "parquet":
+        parquet.write_table(table, buffer)
+        return buffer.getvalue()
+    with (pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file)(buffer, table.schema) as file:
+        file.write_table(table)
+    return buffer.getvalue()
+
+
+FILES = {
+    "x.jsonl": JSON_LINES,
+    "mac.jsonl": JSON_LINES.replace(b"\n", b"\r"),
+    "windows.jsonl": b"\xef\xbb\xbf" + JSON_LINES.replace(b"\n", b"\r\n"),
+    "x.json": b' [{"a": 1}, {"a": 2}] ',
+    "lines.json": JSON_LINES,
+    "x.csv": "\ufeffa\n1\n2\n".encode(),
+    "x.tsv": b"a\r\n1\r\n2\r\n",
+    "x.jsonl.gz": zipped(JSON_LINES, "gzip"),
+    "two.jsonl.gz": zipped(JSON_LINES[:9], "gzip") + zipped(JSON_LINES[9:], "gzip"),
+    "x.csv.zst": zipped(b"a\n1\n2\n", "zstd"),
+    "x.tsv.gz": zipped(b"a\n1\n2\n", "gzip"),
+    "x.json.zst": zipped(b'[{"a": 1}', "zstd") + zipped(b',{"a": 2}]', "zstd"),
+    "x.parquet": table_in("parquet"),
+    "x.arrow": table_in("file"),
+    "stream.arrow": table_in("stream"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_read_by_their_names(cloud: Any, tmp_path: Path, name: str) -> None:
+    raw = read(cloud, tmp_path, {name: FILES[name]})
+    assert [str(row["a"]) for row in raw] == ["1", "2"]
+    assert pickle.loads(pickle.dumps(raw))[1] == raw[1]  # another process reads them
+    assert raw.many([1, 0]) == [raw[1], raw[0]]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": 1}\n{"a": \n', "line 2 of the data set is not JSON: Expecting value at character 7"),
-        (b'{"a": 1}\n[1]\n', "line 2 of the data set is a list of 1; expected an object"),
+        (b'{"a": 1}\n{"a": \n', "line 2 of the data set is not JSON: Expecting value at character 6"),
+        (b'{"a": 1}\n\n\n[1]\n', "line 4 of the data set is a list of 1; expected an object"),
         (b'{"a": "\xff"}\n', "not UTF-8"),
     ],
 )
-def test_malformed_lines_are_named(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(content)
+def test_malformed_lines_are_named(cloud: Any, tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        rows._READERS[".jsonl"](path)
+        read(cloud, tmp_path, {"x.jsonl": content})
 
 
-def test_a_field_of_a_csv_may_be_long_but_not_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text(f"a,b\n1,{'x' * 200_000}\n")
-    (row,) = rows._READERS[".csv"](path)
+def test_a_field_of_a_csv_may_be_long_but_not_endless(
+    cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = f"a,b\n1,{'x' * 200_000}\n".encode()
+    (row,) = read(cloud, tmp_path, {"x.csv": content})
     assert len(row["b"]) == 200_000
     monkeypatch.setattr(files, "MAX_CSV_FIELD", 1000)
     with pytest.raises(JobError, match="line 2 of the data set has a field of more than 1000 characters") as caught:
-        rows._READERS[".csv"](path)
+        read(cloud, tmp_path, {"x.csv": content})
     assert "a quote that is not closed" in caught.value.hint
     assert "xx" not in caught.value.message  # a message quotes no row
-    path.write_text('a,b\n1,"x\n')
     with pytest.raises(JobError, match="the data set is not CSV: unexpected end of data"):
-        rows._READERS[".csv"](path)
+        read(cloud, tmp_path, {"x.csv": b'a,b\n1,"x\n'})
+
+
+MANY = {"part-10.jsonl": b'{"a": 10}', "part-2.jsonl": b'{"a": 2}\n', "deep/part-1.jsonl": b'{"a": 1}', "_SUCCESS": b""}
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("", [10, 2]),
+        ("*.jsonl", [10, 2]),
+        ("part-?.jsonl", [2]),
+        ("**/*.jsonl", [1, 10, 2]),
+        ("{deep,none}/part-[0-9].jsonl", [1]),
+        (["part-2.jsonl", "part-10.jsonl", "deep/"], [1, 10, 2]),
+    ],
+)
+def test_several_files_are_read_in_the_order_of_their_names(
+    cloud: Any, tmp_path: Path, source: Any, wanted: list[int]
+) -> None:
+    assert [row["a"] for row in read(cloud, tmp_path, MANY, source)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("contents", "source", "message"),
+    [
+        (MANY, "*.csv", r"no object matches gs://.*/\*\.csv"),
+        (MANY, "none/", "the folder gs://.*/none/ has no file"),
+        (MANY, "part-2", "the data set 'gs://.*/part-2' does not exist"),
+        (MANY, ["part-2.jsonl", "*.jsonl"], "two of the sources name gs://.*/part-2.jsonl"),
+        (MANY, "*", "_SUCCESS is no file of rows by its name"),
+        ({"a.jsonl": b"{}", "b.csv": b"a"}, "", "b.csv is a .csv file, and .*a.jsonl a .jsonl file"),
+        ({"a.jsonl": b"{}", "README.md": b"a"}, "", "README.md is no file of rows by its name"),
+        ({"a.jsonl": b"{}", "b.jsonl": b"\n{}\n{"}, "", "b.jsonl: line 3 of the data set is not JSON"),
+        ({"a.csv": b"a\n1", "b.csv": b"a\n1,2"}, "", "b.csv: line 2 of the data set has 2 fields"),
+        ({"a.jsonl.gz": FILES["x.jsonl.gz"], "b.jsonl.gz": b"{}"}, "", "b.jsonl.gz: the data set is no whole .gz"),
+        ({"a.csv.zst": FILES["x.csv.zst"], "b.csv.zst": FILES["x.csv.zst"][:-4]}, "", "b.csv.zst: .* no whole .zst"),
+        ({"a.parquet": FILES["x.parquet"], "b.parquet": b"PAR1"}, "", "b.parquet is no whole .parquet file"),
+        ({"a.arrow": FILES["x.arrow"], "b.arrow": table_in("file", [{"b": 1}])}, "", "differ in the columns a, b"),
+        ({"x.parquet.gz": b"x"}, "", r"x.parquet.gz is compressed as a whole"),
+    ],
+)
+def test_one_bad_file_of_many_is_named(
+    cloud: Any, tmp_path: Path, contents: dict[str, bytes], source: Any, message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        read(cloud, tmp_path, contents, source)
+
+
+def test_the_number_of_files_and_their_size_have_limits(
+    cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {f"{number}.jsonl.gz": FILES["x.jsonl.gz"] for number in range(3)}
+    monkeypatch.setattr(sources, "MAX_FILES", 2)
+    with pytest.raises(JobError, match="has more than 2 files"):
+        read(cloud, tmp_path, many, "*.gz")
+    monkeypatch.setattr(sources, "MAX_FILES", 3)
+    monkeypatch.setattr(raw_rows, "MAX_BYTES", 40)
+    with pytest.raises(JobError, match="more than 40 bytes when they are unpacked"):
+        read(cloud, tmp_path, many, "*.gz")
+    monkeypatch.setattr(sources, "MAX_BYTES", 60)
+    with pytest.raises(JobError, match=r"the 3 files have .* bytes; expected at most 60"):
+        read(cloud, tmp_path, many, "*.gz")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_manifest_names_each_file_with_its_generation_and_a_message_the_row_of_its_file(
+    cloud: Any, tmp_path: Path, kind: str
+) -> None:
+    good, bad = pairs(20), [*pairs(2), {"prompt": "ask me", "completion": " "}]
+    contents = {
+        name: table_in(kind, raw) if kind == "parquet" else "\n".join(map(json.dumps, raw)).encode()
+        for name, raw in ((f"a.{kind}", good), (f"b.{kind}", bad))
+    }
+    raw = read(cloud, tmp_path, contents, "")
+    assert raw.within(22) == f" (row 2 of b.{kind})"
+    with pytest.raises(JobError, match=rf"row 22 \(row 2 of b\.{kind}\): "):
+        normalise(raw, PLAIN, np.array([22, 0]))
+
+    folder = raw._files[0].rpartition("/")[0]
+    blobs = {f"{folder}/{name}": cloud.client.bucket(BUCKET).get_blob(f"{folder[17:]}/{name}") for name in contents}
+    _, source = rows.load_rows(dataset(source=f"{folder}/"), cloud.client, tmp_path / "again")
+    assert source.files == {uri: f"generation {blob.generation} crc32c {blob.crc32c}" for uri, blob in blobs.items()}
+    assert list(source.files) == sorted(source.files)
+    assert source.revision.startswith("2 files sha256 ")
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 1 / 49, 0.07])
@@ -235,11 +360,28 @@ def test_the_rows_that_are_enough_to_hold_one_out_are_told_exactly(share: float)
         rows._held_out_count(enough - 1, evaluation)
 
 
-def test_a_json_document_that_is_no_list_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps([1, 2]))
-    with pytest.raises(JobError, match="expected a list of objects"):
-        rows._READERS[".json"](path)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1, 2]", "row 0 of the data set is a number; expected a list of objects"),
+        (b'[{"a": 1}, {"a":', "row 1 of the data set is not JSON: Expecting value"),
+        (b'[{"a": 1} {"a": 2}]', "row 1 of the data set follows 0 commas"),
+        (b'[{"a": 1}] [{"a": 2}]', "text after its list"),
+        (b"[" * 100_000, "row 0 of the data set cannot be read: RecursionError"),
+        (b'[{"a": "\xff"}]', "not UTF-8"),
+    ],
+)
+def test_a_json_document_that_is_no_list_is_refused(cloud: Any, tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        read(cloud, tmp_path, {"x.json": content})
+
+
+def test_a_json_list_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may end anywhere in a row."""
+    text, wanted = '[ {"a": "x,]} 1"} ,\n{"b": [12, {"c": null}]} ]\n', [{"a": "x,]} 1"}, {"b": [12, {"c": None}]}]
+    for size in range(1, len(text) + 1):
+        monkeypatch.setattr(files, "BLOCK", size)
+        assert list(files.json_rows(io.StringIO(text))) == wanted
 
 
 def conversation(*answers: dict[str, Any]) -> dict[str, Any]:

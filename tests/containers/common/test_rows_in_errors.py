@@ -13,7 +13,6 @@ import pytest
 from tests.deployments import SETTINGS
 
 from containers.common import chat, rows
-from containers.common.errors import JobError
 from containers.common.job import Job
 from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
@@ -27,6 +26,8 @@ from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import Dataset, Evaluation
 from dropforge.tell.news import state_news
 from dropforge.tell.slack import message_of
+
+from .test_rows import read
 
 CANARY = "Canary7f3a"
 NUMBER = 73190042
@@ -75,6 +76,8 @@ FILES = {
         *["7" * 5000 + CANARY, "[" * 100_000, f'{{"text": "{CANARY}"}} {CANARY}'],
     ],
     "x.json": [f'"{CANARY}"', f'["{CANARY}"]', f'{{"a": "{CANARY}"', f"[{NUMBER}, {{}}]"],
+    "x.jsonl.gz": [CANARY],
+    "x.arrow": [CANARY],
     "x.csv": [f'text\n"{CANARY}', f'text\n"a"{CANARY}\n'],
     "x.parquet": [f"PAR1{CANARY}PAR1", CANARY],
 }
@@ -120,10 +123,8 @@ def test_an_unusable_row_is_named_by_its_number_and_columns(row: dict[str, Any])
 
 
 @pytest.mark.parametrize(("name", "content"), [(name, content) for name, texts in FILES.items() for content in texts])
-def test_a_malformed_file_is_named_by_its_line(name: str, content: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_text(content)
-    text = told(lambda: list(rows._READERS[path.suffix](path)))
+def test_a_malformed_file_is_named_by_its_line(cloud: Any, name: str, content: str, tmp_path: Path) -> None:
+    text = told(lambda: read(cloud, tmp_path, {name: content.encode()}))
     assert "data set" in text
     assert not quotes_a_row(text)
 
@@ -176,10 +177,8 @@ def test_an_unknown_error_is_told_by_its_type_and_place(
     assert CANARY in capfd.readouterr().err  # the container's own log has all of it
 
 
-def test_the_cause_of_an_error_is_in_the_containers_log(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    path.write_text(CANARY)
-    with pytest.raises(JobError):
-        rows._READERS[".parquet"](path)
-    told(lambda: rows._READERS[".parquet"](path))
+def test_the_cause_of_an_error_is_in_the_containers_log(
+    cloud: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told(lambda: read(cloud, tmp_path, {"x.parquet": CANARY.encode()}))
     assert "Traceback" in capfd.readouterr().err

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from containers.common import chat, tokenise
+from containers.common import chat, read_rows, tokenise
 from containers.common.errors import JobError
-from containers.common.tokenise import TokenCache, Tokeniser, cores, processes_for
+from containers.common.processes import MAX_PROCESSES, cores
+from containers.common.read_rows import mean_characters, processes_for
+from containers.common.tokenise import TokenCache, Tokeniser
 from dropforge.rows import Row
 from dropforge.run.artifacts import tokens_object
 
@@ -165,10 +167,10 @@ def test_whatever_changes_the_token_ids_changes_the_key(tokeniser: Tokeniser, ba
 
 
 def test_few_rows_are_not_worth_a_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenise, "cores", lambda: 64)
-    assert processes_for(ROWS) == 1
+    monkeypatch.setattr(read_rows, "cores", lambda: 64)
+    assert processes_for(len(ROWS), mean_characters(ROWS)) == 1
     many = [Row((), "x" * 100_000)] * 81
-    assert processes_for(many) == tokenise.MAX_PROCESSES
+    assert processes_for(len(many), mean_characters(many)) == MAX_PROCESSES
 
 
 def test_cores_are_known_where_no_process_has_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def test_held_out_rows_that_do_not_fit_are_not_matched() -> None:
     held_out = [Row(({"role": "user", "content": question}, answer)) for question in questions]
     encoded = encode(tokenizer, held_out, 100, "rows")
     assert encoded.dropped == 1
-    fields = judged(spec().model_copy(update={"evaluation": Evaluation()}), Split([], held_out, 0), encoded, tokenizer)
+    fields = judged(spec().model_copy(update={"evaluation": Evaluation()}), Split([], held_out, 0), encoded, tokenizer)  # type: ignore[arg-type]
     data = Data(rows(3), rows(3), [[0]], 100, **fields)
     assert sum(bool(batch["answers"].any()) for batch in data.judged(1)) == 9
     assert data.exact_match(9) == 0.9

@@ -1,0 +1,335 @@
+"""The rows of a data set as its files have them, read one by one from the disk.
+
+Files of text become one file of JSON lines, and the places of the rows in it; Parquet and Arrow files are mapped. So
+the memory does not grow with the rows, and every process reads the rows that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import pickle
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from dropforge.base.log import log
+from dropforge.rows.files import BadFile, json_row, text_of_file, text_rows
+from dropforge.rows.sources import ARROW, MAX_BYTES, NoFiles, files_of, format_of, one_format, uri_of
+from dropforge.run.artifacts import Source
+from dropforge.spec import Dataset
+from dropforge.spec.templates import shown_columns
+
+from .errors import data_error, missing, place_of
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # pyarrow's names
+STARTS_AT_ONCE = 1 << 16  # numbers that are written at once
+
+Raw = Mapping[str, Any]
+
+
+class RawRows(Sequence[Raw]):
+    """The rows of a data set by their numbers, and the files that have them.
+
+    `firsts` are the numbers of the first rows of `files`. A process that gets the rows opens their files once.
+    """
+
+    def __init__(self, rows: Sequence[Raw], files: Sequence[str] = (), firsts: Sequence[int] = ()) -> None:
+        self._rows, self._files, self._firsts = rows, tuple(files), tuple(firsts)
+
+    @classmethod
+    def of(cls, rows: Sequence[Raw]) -> RawRows:
+        return rows if isinstance(rows, RawRows) else cls(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Raises BadFile."""
+        return self._rows[number]
+
+    def many(self, numbers: Sequence[int]) -> Sequence[Raw]:
+        """The rows of these numbers: a table reads them at once. Raises BadFile."""
+        at_once = getattr(self._rows, "__getitems__", None)  # of a datasets.Dataset
+        return at_once(numbers) if at_once else [self._rows[number] for number in numbers]
+
+    def within(self, number: int) -> str:
+        """The place of a row in its file, as ` (row 3 of part-2.jsonl)`; "" for a data set of one file."""
+        if len(self._files) < 2:
+            return ""
+        file = bisect_right(self._firsts, number) - 1
+        return f" (row {number - self._firsts[file]} of {self._files[file].rpartition('/')[2]})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (self._pickled,)
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps((self._rows, self._files, self._firsts))
+
+
+@lru_cache(maxsize=4)
+def _opened(pickled: bytes) -> RawRows:
+    return RawRows(*pickle.loads(pickled))
+
+
+@dataclass(frozen=True)
+class LineRows(Sequence[Raw]):
+    """Rows of a file of JSON lines in UTF-8; `<path>.starts` has the place of each row, as 64-bit integers.
+
+    `files` has the place of the first byte of each file that was joined, with the file's name in messages.
+    """
+
+    path: Path
+    files: tuple[tuple[int, str], ...]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Raises BadFile, which names the line, and the file if there are several."""
+        start = int(self._starts[number])
+        text = str(self._data[start : self._data.find(b"\n", start)], "utf-8")
+        try:
+            return json_row(text, "")
+        except BadFile:
+            first, name = self.files[bisect_right(self.files, start, key=lambda file: file[0]) - 1]
+            return json_row(text, f"{name}line {1 + self._lines(first, start)}")
+
+    def _lines(self, start: int, end: int) -> int:
+        return sum(self._data[at : min(at + (1 << 20), end)].count(b"\n") for at in range(start, end, 1 << 20))
+
+    @cached_property
+    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        path = starts_of(self.path)
+        return np.memmap(path, np.int64, "r") if path.stat().st_size else np.empty(0, np.int64)
+
+    @cached_property
+    def _data(self) -> mmap.mmap | bytes:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(self) else b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "files": self.files}
+
+
+def starts_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.starts")
+
+
+def from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows, Source]:
+    """The rows of a data set in buckets, downloaded to `directory`, and its exact source. Raises JobError."""
+    from google.api_core.exceptions import NotFound
+
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        blobs = files_of(client, dataset.sources)
+        suffix = one_format([uri_of(blob) for blob in blobs])
+        read = _read_tables if suffix in ARROW else _read_lines
+        rows = read(blobs, directory, suffix)
+    except NoFiles as problem:
+        raise missing(str(problem), problem.hint) from None
+    except NotFound:
+        raise missing(f"the bucket of {dataset.title!r} does not exist", "correct the URI, or create it") from None
+    except BadFile as problem:
+        raise data_error(str(problem), *filter(None, [problem.hint])) from problem.__cause__
+    if len(blobs) > 1:
+        log(f"read {len(blobs)} files of {dataset.title}", stage="train", rows=len(rows))
+    return rows, source_of(dataset, blobs)
+
+
+def source_of(dataset: Dataset, blobs: Sequence[Any]) -> Source:
+    """The exact source: the generation and the checksum of each object."""
+    files = {uri_of(blob): f"generation {blob.generation} crc32c {blob.crc32c}" for blob in blobs}
+    if len(files) == 1 and dataset.sources == [*files]:
+        return Source(uri=dataset.title, revision=files[dataset.title])
+    digest = sha256(json.dumps(files).encode()).hexdigest()
+    return Source(uri=dataset.title, revision=f"{len(files)} files sha256 {digest}", files=files)
+
+
+def _download(blob: Any, path: Path) -> None:
+    from google.api_core.exceptions import NotFound
+
+    try:  # of the generation that was listed
+        blob.download_to_filename(str(path), checksum="crc32c")
+    except NotFound:
+        raise NoFiles(f"the data set {uri_of(blob)!r} was deleted", "upload it again") from None
+
+
+def _read_lines(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
+    """Files of text as one file of JSON lines. A line of JSON is judged when its row is read."""
+    path, firsts, places = directory / "rows.jsonl", [], []
+    name = ""
+    with path.open("wb") as lines, starts_of(path).open("wb") as starts:
+        writer = _LineWriter(lines, starts)
+        for blob in blobs:
+            uri = uri_of(blob)
+            name = f"{uri}: " if len(blobs) > 1 else ""
+            firsts.append(writer.rows)
+            places.append((writer.size, name))
+            file = directory / "file"
+            _download(blob, file)
+            try:
+                with _unpacked(file, format_of(uri).compression) as data:
+                    _copy(data, suffix, writer)
+            except BadFile as problem:
+                raise BadFile(f"{name}{problem}", problem.hint) from problem.__cause__
+            finally:
+                file.unlink()
+        writer.flush()
+    return RawRows(LineRows(path, tuple(places)), [uri_of(blob) for blob in blobs], firsts)
+
+
+class _LineWriter:
+    """Writes rows as lines, and the places of the rows."""
+
+    def __init__(self, lines: BinaryIO, starts: BinaryIO) -> None:
+        self._lines, self._file, self._starts = lines, starts, [0] * 0
+        self.rows = self.size = 0
+
+    def row(self, line: bytes) -> None:
+        """Raises BadFile if the rows are more than MAX_BYTES."""
+        self._starts.append(self.size)
+        self.rows += 1
+        self.blank(line)
+        if len(self._starts) == STARTS_AT_ONCE:
+            self.flush()
+
+    def blank(self, line: bytes) -> None:
+        """Write a line that is no row, so that the numbers of lines stay right."""
+        self.size += self._lines.write(line)
+        if self.size > MAX_BYTES:
+            raise BadFile(f"the rows have more than {MAX_BYTES} bytes when they are unpacked", "take fewer rows")
+
+    def flush(self) -> None:
+        np.asarray(self._starts, np.int64).tofile(self._file)
+        self._starts.clear()
+
+
+def _copy(data: BinaryIO, suffix: str, writer: _LineWriter) -> None:
+    """Raises BadFile."""
+    with text_of_file(data, suffix) as text:
+        if suffix == ".jsonl":
+            for line in text:
+                (writer.row if line.strip() else writer.blank)(f"{line.rstrip(chr(10))}\n".encode())
+            return
+        for row in text_rows(text, suffix):
+            writer.row(json.dumps(row).encode() + b"\n")
+
+
+@contextmanager
+def _unpacked(path: Path, compression: str) -> Iterator[BinaryIO]:
+    """The bytes of a file. Raises BadFile if a compressed one is damaged."""
+    import pyarrow
+
+    if not compression:
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with (
+            pyarrow.OSFile(str(path)) as packed,
+            pyarrow.CompressedInputStream(packed, COMPRESSIONS[compression]) as file,
+        ):
+            yield cast(BinaryIO, file)
+    except OSError as error:
+        if error.errno is not None:  # of this machine, such as a full disk
+            raise
+        raise BadFile(f"the data set is no whole {compression} file", "pack it again") from error
+
+
+def _read_tables(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
+    """Parquet files, or Arrow files of either kind (file and stream)."""
+    import datasets
+
+    paths: list[str] = []
+    firsts: list[int] = []
+    columns: dict[str, str] | None = None
+    rows = 0
+    for number, blob in enumerate(blobs):
+        path = directory / f"{number:04}{suffix}"
+        _download(blob, path)
+        names, count = _shape(path, uri_of(blob), _SHAPES[suffix])
+        if columns is not None and (other := sorted(dict(columns.items() ^ names.items()))):
+            raise BadFile(
+                f"{uri_of(blob)} and {uri_of(blobs[0])} differ in the columns {shown_columns(other)}, or in their "
+                "types; expected the same in each file"
+            )
+        paths.append(str(path))
+        firsts.append(rows)
+        columns, rows = names, rows + count
+    try:
+        table = datasets.load_dataset(
+            suffix.removeprefix("."), data_files=paths, split="train", cache_dir=str(directory / "cache")
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise BadFile(f"the data set cannot be read: {place_of(error.__cause__ or error)}") from error
+    for each in paths:  # the table has its own file
+        Path(each).unlink()
+    return RawRows(table, [uri_of(blob) for blob in blobs], firsts)
+
+
+def _shape(path: Path, uri: str, read: Callable[[Path], tuple[dict[str, str], int]]) -> tuple[dict[str, str], int]:
+    """The types of a file's columns, and the number of its rows. Raises BadFile."""
+    import pyarrow
+
+    try:
+        return read(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadFile(f"the data set's file {uri} is no whole {path.suffix} file ({type(error).__name__})") from error
+
+
+def _parquet_shape(path: Path) -> tuple[dict[str, str], int]:
+    from pyarrow import parquet
+
+    found = parquet.ParquetFile(path)
+    return _columns(found.schema_arrow), found.metadata.num_rows
+
+
+def _arrow_shape(path: Path) -> tuple[dict[str, str], int]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            batches: Iterable[Any] = pyarrow.ipc.open_stream(file)
+        except pyarrow.ArrowInvalid:
+            found = pyarrow.ipc.open_file(file)
+            return _columns(found.schema), sum(found.get_batch(n).num_rows for n in range(found.num_record_batches))
+        return _columns(batches.schema), sum(batch.num_rows for batch in batches)  # type: ignore[attr-defined]
+
+
+def _columns(schema: Any) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
+
+
+_SHAPES = {".parquet": _parquet_shape, ".arrow": _arrow_shape}
+
+
+def from_hub(dataset: Dataset) -> tuple[RawRows, Source]:
+    """The rows of a data set of the Hub, and its commit. `config` and `split` are those of datasets.load_dataset.
+
+    Raises JobError.
+    """
+    import datasets
+    from huggingface_hub import HfApi
+
+    name = dataset.title
+    try:
+        commit = HfApi().dataset_info(name, revision=dataset.revision).sha or dataset.revision
+        rows = datasets.load_dataset(name, dataset.config, split=dataset.split, revision=commit)
+    except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
+        raise missing(f"the data set {name!r}: {error}", "check the id, or add HF_TOKEN to `secrets`") from None
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise data_error(f"the data set {name!r} cannot be read: {place_of(error)}") from error
+    except ValueError as error:
+        known = re.match(r"(Unknown split|BuilderConfig).*", str(error))  # other texts may quote a row
+        raise data_error(f"the data set {name!r}: {known[0] if known else place_of(error)}") from error
+    return RawRows(rows), Source(uri=name, revision=commit)
