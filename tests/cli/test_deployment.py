@@ -52,7 +52,7 @@ def test_an_explicit_state_directory_allows_only_its_stack(dropforge: Run) -> No
 def test_a_stack_without_a_process_does_not_run(dropforge: Run) -> None:
     state = Path("build/local")
     state.mkdir(parents=True)
-    fields = {"http": "", "grpc": "", "functions": "", "project": "", "environment": {}}
+    fields = {"http": "", "grpc": "", "functions": "", "project": "", "environment": {}, "console": ""}
     (state / "stack.json").write_text(json.dumps({"pid": os.getpid(), "started": 1.0, **fields}))
     assert deployment.find(None) is None
 

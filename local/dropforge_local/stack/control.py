@@ -150,7 +150,7 @@ def _read_info(state: Path) -> StackInfo | None:
         values = json.loads((state / "stack.json").read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return StackInfo(**{f.name: values[f.name] for f in fields(StackInfo) if f.name in values})
+    return StackInfo(**{f.name: values[f.name] for f in fields(StackInfo)})
 
 
 def _is_alive(info: StackInfo) -> bool:
