@@ -93,7 +93,12 @@ def _least(life: Life, number: int, until: float) -> float:
     """The shortest time after which the attempt may be stuck, by what it has told until then."""
     after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     is_measured = len(_points(life, number, 0.0, until)) > 1
-    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after)) if is_measured else after
+    return _shortest(after) if is_measured else after
+
+
+def _shortest(after: float) -> float:
+    """The shortest time after which any attempt may be stuck."""
+    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after))
 
 
 def _most(life: Life, number: int, since: float) -> float:
@@ -132,7 +137,10 @@ def _sent_too_early(life: Life, signs: list[float], sent: float, number: int) ->
 
 def _sent_too_late(life: Life, signs: list[float], sent: float | None, number: int) -> Iterator[tuple[float, str]]:
     """Reports that come too late. The control plane may learn a check interval later when a machine began to run."""
+    shortest = _shortest(duration_of(life.spec["limits"].get("stuck_after", "1h")))
     for since, until in pairwise(signs):
+        if until - since <= shortest:  # of the thousands of a long training, all but a few
+            continue
         late = since + _most(life, number, since) + 2 * CHECK_SECONDS + SLACK_SECONDS
         late += life.delay(since, late)
         if late < until and (sent is None or sent > late) and _trains(life, number, late) and _runs(life, number, late):
