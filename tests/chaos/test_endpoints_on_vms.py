@@ -40,6 +40,19 @@ def test_lives_of_names_on_vms_keep_every_promise(first: int) -> None:
     assert problems == []
 
 
+def test_no_name_is_suspended_while_its_first_rollout_moves_it() -> None:
+    written = [
+        fact.data for fact in run(81000265, VMS).of("write") if fact.data["name"] == "endpoints/budgeted/record.json"
+    ]
+    moving = [
+        write["content"]
+        for write in written
+        if any(rollout["state"] == "SHIFTING" for rollout in write["content"]["rollouts"])
+    ]
+    assert moving
+    assert [record["suspended"] for record in moving if record["suspended"]] == []
+
+
 @pytest.mark.parametrize("seed", DEFECTS)
 def test_lives_that_revealed_a_defect_keep_every_promise(seed: int) -> None:
     assert check(run(seed, VMS)) == []

@@ -18,10 +18,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dropforge.base import names
+from dropforge.index import about
 from dropforge.run.events import JobEvent
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.series import Progress, Series, series_object
 from dropforge.run.store import RunStore
+from dropforge.spec import parse_spec
 from dropforge_cli.main import cli
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -128,9 +130,11 @@ class Deployed:
         return record
 
     def spec(self, run: str, **changes: Any) -> None:
-        """Put a run's spec into the bucket: that of EXAMPLE with changes."""
-        spec = {**json.loads(EXAMPLE.read_text()), **changes}
-        self.store.put_new(names.spec_object(run), json.dumps(spec).encode())
+        """Put a run's spec into the bucket: that of EXAMPLE with changes. Its record tells what lists show of it."""
+        spec = json.dumps({**json.loads(EXAMPLE.read_text()), **changes}).encode()
+        self.store.put_new(names.spec_object(run), spec)
+        shown = about(parse_spec(spec))
+        self.store.update(run, lambda record: record.model_copy(update={"about": shown}))
 
     def event(self, event: JobEvent) -> None:
         name = names.event_object(event.run, event.attempt, event.sequence, event.type)

@@ -175,7 +175,7 @@ def test_a_training_without_progress_says_so_instead_of_the_time_that_was_left(d
 
 
 def test_the_last_step_leaves_no_time(deployed: Deployed) -> None:
-    """What follows, evaluation and export, takes a time that nobody knows."""
+    """The evaluation and the export come after the last step. Nobody knows how long they take."""
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
     deployed.spec(RUN)
     deployed.series(RUN, progress(40))

@@ -161,7 +161,10 @@ def test_a_terminal_shows_that_a_command_works(failed: Deployed, tmp_path: Path)
     [
         (["plan", str(EXAMPLE)], ["the model's configuration"]),
         (["validate", str(EXAMPLE)], ["the model's configuration"]),
-        (["submit", str(EXAMPLE)], ["an earlier run", "the columns of the data", "the model and", "dropping the spec"]),
+        (
+            ["submit", str(EXAMPLE)],
+            ["an earlier run", "the first rows of the data", "the model and", "dropping the spec"],
+        ),
         (["status", RUN], ["reading the endpoints", "reading the run"]),
         (["trace", RUN], ["reading the trace"]),
         (["cost"], ["reading the endpoints"]),

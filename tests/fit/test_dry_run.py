@@ -69,10 +69,10 @@ def test_every_phase_of_a_full_size_example_fits_its_machine(path: Path) -> None
     [  # the needs that were worked out by hand from the same configurations (docs/training.md)
         (L4, "train", 5.6),
         (GKE, "train", 110),
-        (TPU, "train", 10.5),
+        (TPU, "train", 12.4),
         (RAY, "train", 15.5),
         (GKE, "evaluate", 40),
-        (TPU, "evaluate", 8.5),
+        (TPU, "evaluate", 10),
         (RAY, "evaluate", 13.5),
         (RAY, "serve", 18.5),
     ],
@@ -123,10 +123,10 @@ def test_logits_of_a_large_batch_are_counted_in_the_evaluation_on_the_chips() ->
         (L4, {}, "2 rows, at most 1,024 tokens"),
         (L4, {"packing": True}, "2 blocks, at most 1,024 tokens"),
         (L4, {"per_device_train_batch_size": None}, "16 rows, at most 8,192 tokens"),
-        (TPU, {}, "8 blocks, at most 8,192 tokens"),
-        (TPU, {"packing": "auto"}, "8 rows, at most 8,192 tokens"),
+        (TPU, {}, "8 blocks, at most 16,384 tokens"),
+        (TPU, {"packing": "auto"}, "8 rows, at most 16,384 tokens"),
         # MaxText packs short rows where the spec has no batch size: the plan does not know their lengths.
-        (TPU, {"packing": "auto", "per_device_train_batch_size": None}, "8 sequences, at most 8,192 tokens"),
+        (TPU, {"packing": "auto", "per_device_train_batch_size": None}, "8 sequences, at most 16,384 tokens"),
     ],
 )
 def test_a_step_is_told_in_the_unit_of_the_spec(example: str, training: dict[str, Any], expected: str) -> None:

@@ -37,6 +37,7 @@ class Changes(Deployment):
         super().__init__(patch)
         self.begun: list[str] = []
         self.deleted: list[str] = []
+        self.is_gone = False  # what a deletion answers
         self.answers: list[str] = []
         self.problem = ""
         self.live: str | None = None  # the execution of the rollout that lives, though no record names it yet
@@ -48,7 +49,7 @@ class Changes(Deployment):
         place.region = lambda _: "us-central1"
         place.service_name = lambda *_: "s"
         place.why_whole = lambda _: ""
-        place.teardown = lambda cloud, kind, name: self.deleted.append(name)
+        place.teardown = self._delete
 
     def change(self, change: str, arguments: Any, topic: str = OPERATORS, key: str = "k") -> str:
         """Change the endpoint by a message; why it was refused, or "". A trial before says the same."""
@@ -79,6 +80,10 @@ class Changes(Deployment):
 
     def tend(self, *listed: Listed) -> str:
         return tend(self.context, "e", listed, self.now)
+
+    def _delete(self, cloud: Any, kind: str, name: str) -> bool:
+        self.deleted.append(name)
+        return self.is_gone
 
     def _answer(self, context: Any, rollout: str, request: Request, text: str, hint: str) -> str:
         if not self.problem:
@@ -340,8 +345,12 @@ def test_the_sweep_deletes_what_is_left_of_a_suspended_endpoint_that_keeps_nothi
     deployment.tend(left)
     assert deployment.deleted == []
     deployment.platform.keeps_revisions = False
-    deployment.tend(left, left._replace(name="rrsets/e.other.zone./A"), left._replace(name="s"))
-    assert deployment.deleted == [left.name, "s"], "people may have records of their own in the zone"
+    listed = (left, left._replace(name="rrsets/e.other.zone./A"), left._replace(name="s"))
+    deployment.tend(*listed)
+    assert deployment.deleted == ["s"], "no machine ends before its name is gone"
+    deployment.is_gone = True
+    deployment.tend(*listed)
+    assert deployment.deleted[1:] == ["s", left.name], "people may have records of their own in the zone"
 
 
 def test_the_sweep_deletes_the_name_of_an_endpoint_that_serves_nothing_and_no_other_name(deployment: Changes) -> None:

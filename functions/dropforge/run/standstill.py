@@ -63,7 +63,7 @@ class Standstill(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The text, and what it means: it is stuck, or when it will be."""
+        """The text, followed by the limit: the attempt is stuck, or counts as stuck after so long."""
         if self.is_stuck:
             return f"stuck: {self.text}"
         exports = self.step is not None and _is_last(self.step, self.total_steps)

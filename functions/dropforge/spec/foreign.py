@@ -65,7 +65,7 @@ _REFUSALS = (
         "deepspeed fsdp fsdp_config fsdp_version ddp_find_unused_parameters zero_stage",
     ),
     (
-        "TRL computes it with a second forward pass and the logits of all tokens, and ends it with version 2",
+        "TRL computes it with a second forward pass and the logits of all tokens, and removes it in version 2",
         "no such field",
         "label_smoothing_factor label_smoothing",
     ),

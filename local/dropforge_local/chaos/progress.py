@@ -91,9 +91,18 @@ def _signs(life: Life, number: int) -> list[float]:
 
 def _least(life: Life, number: int, until: float) -> float:
     """The shortest time after which the attempt may be stuck, by what it has told until then."""
-    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     is_measured = len(_points(life, number, 0.0, until)) > 1
-    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after)) if is_measured else after
+    return _shortest(life) if is_measured else _stuck_after(life)
+
+
+def _shortest(life: Life) -> float:
+    """The shortest time after which any attempt may be stuck."""
+    after = _stuck_after(life)
+    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after))
+
+
+def _stuck_after(life: Life) -> float:
+    return duration_of(life.spec["limits"].get("stuck_after", "1h"))
 
 
 def _most(life: Life, number: int, since: float) -> float:
@@ -101,12 +110,11 @@ def _most(life: Life, number: int, since: float) -> float:
 
     It is stuck_after until its series has two points after its start, or after it has started again.
     """
-    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     starts = [e.time for e in life.received if e.value[0] == number and e.value[2] not in PROGRESS and e.time <= since]
     if len(_points(life, number, max(starts, default=0.0), since)) < 2:
-        return after
+        return _stuck_after(life)
     longest = max(later - earlier for earlier, later in pairwise(_points(life, number, 0.0, since)))
-    return min(after, max(LEAST_SECONDS, LEAST_SHARE * after, TIMES * longest))
+    return max(_shortest(life), min(_stuck_after(life), TIMES * longest))
 
 
 def _points(life: Life, number: int, since: float, until: float) -> list[float]:
@@ -132,7 +140,10 @@ def _sent_too_early(life: Life, signs: list[float], sent: float, number: int) ->
 
 def _sent_too_late(life: Life, signs: list[float], sent: float | None, number: int) -> Iterator[tuple[float, str]]:
     """Reports that come too late. The control plane may learn a check interval later when a machine began to run."""
+    shortest = _shortest(life)
     for since, until in pairwise(signs):
+        if until - since <= shortest:  # of the thousands of a long training, all but a few
+            continue
         late = since + _most(life, number, since) + 2 * CHECK_SECONDS + SLACK_SECONDS
         late += life.delay(since, late)
         if late < until and (sent is None or sent > late) and _trains(life, number, late) and _runs(life, number, late):

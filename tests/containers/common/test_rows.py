@@ -113,7 +113,7 @@ def test_every_form_of_the_page_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", FORMATS.read_text(), re.M)
     assert sections == [
         "Columns: your own names", "Prompt and completion", "Messages: conversations", "Text", "All forms",
-        "Fields that no form reads", "What is refused",
+        "Fields that no form reads", "What is refused", "Check your data",
     ]  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     assert list(node.tags) == [tpu.SERVER_TAG]
 
     # The endpoint outlives the end of the attempt and of the run.
-    for scope in ("attempt", "run"):
+    for scope in (1, "run"):
         assert eventually(partial(teardown, queued, ME, scope, True))["status"] == "GONE"
     cloud.store.update(queued, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
     assert sweep()["deleted"] == []  # they have not expired

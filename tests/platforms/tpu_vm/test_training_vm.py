@@ -84,7 +84,7 @@ def test_the_training_vm_serves_outlives_its_run_and_is_swept(
     latest = record.attempts[0].deadline + timedelta(minutes=30, hours=1)
     assert node.labels[names.EXPIRES_LABEL] == str(int(latest.timestamp()))
 
-    for scope in ("attempt", "run"):
+    for scope in (1, "run"):
         assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"  # type: ignore[misc]
     cloud.store.update(run, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
     assert sweep()["deleted"] == []  # it has not expired

@@ -161,7 +161,7 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
 
 
 def _stuck_notice(stuck: RunError, record: Record, spec: JobSpec, now: datetime) -> Notice:
-    """What people are told of a stuck attempt: what is wrong, what follows, and what they can do."""
+    """The notice about a stuck attempt: the fault, the effect of `limits.on_stuck`, and a hint."""
     ended = record.with_end(record.attempt, stuck, now)
     if spec.limits.on_stuck == "notify":
         follows = "It goes on, because limits.on_stuck is 'notify'"
