@@ -198,7 +198,7 @@ def _file_rows(path: Path) -> Iterator[Raw]:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         end = compression or suffix
-        raise BadFile(f"{path} is no whole {end} file ({type(error).__name__})", "write the file again") from None
+        raise BadFile(f"{path} is not a complete {end} file ({type(error).__name__})", "write the file again") from None
 
 
 def _batches(path: Path, suffix: str) -> Iterator[Any]:

@@ -243,7 +243,7 @@ def _unpacked(path: Path, compression: str) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno is not None:  # of this machine, such as a full disk
             raise
-        raise BadFile(f"the data set is no whole {compression} file", "pack it again") from error
+        raise BadFile(f"the data set is not a complete {compression} file", "compress the file again") from error
 
 
 def _read_tables(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
@@ -284,7 +284,9 @@ def _shape(path: Path, uri: str, read: Callable[[Path], tuple[dict[str, str], in
     try:
         return read(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise BadFile(f"the data set's file {uri} is no whole {path.suffix} file ({type(error).__name__})") from error
+        raise BadFile(
+            f"the data set's file {uri} is not a complete {path.suffix} file ({type(error).__name__})"
+        ) from error
 
 
 def _parquet_shape(path: Path) -> tuple[dict[str, str], int]:

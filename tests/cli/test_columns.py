@@ -125,9 +125,9 @@ def test_what_cannot_be_known_is_left_to_the_container(deployed: Deployed, name:
 
 
 FOUND = {
-    "any": (b"x", "any is no file of rows by its name"),
-    "torn.csv.gz": (gzip.compress(b"question,answer\n1,2\n")[:-9], "is no whole .gz file"),
-    "plain.csv.gz": (b"question,answer\n1,2\n", "is no whole .gz file"),
+    "any": (b"x", "any has no extension of a data file"),
+    "torn.csv.gz": (gzip.compress(b"question,answer\n1,2\n")[:-9], "is not a complete .gz file"),
+    "plain.csv.gz": (b"question,answer\n1,2\n", "is not a complete .gz file"),
     "latin.csv": ("question,answer\nn\u00e9,\u00e0\n".encode("latin-1"), "is not UTF-8 text"),
     "quote.csv": (b'"question,answer\n1,2', "is not CSV"),
     "shifted.csv": (b"question,answer\na, b,c\nd,e\n", "line 2 of the data set has 3 fields; the header has 2 columns"),

@@ -94,11 +94,11 @@ def test_parquet_is_read(dropforge: Run) -> None:
     assert "60 rows, form prompt_completion" in dropforge("data", "check", "rows.parquet").output
     Path("bad.parquet").write_bytes(b"PAR1")
     bad = dropforge("data", "check", "bad.parquet")
-    assert (bad.exit_code, "bad.parquet is not Parquet" in bad.output) == (1, True)
+    assert (bad.exit_code, "bad.parquet is not a complete .parquet file" in bad.output) == (1, True)
 
 
 @pytest.mark.parametrize(
-    ("source", "told"), [("none.jsonl", "No such file"), ("rows.xlsx", "expected .csv, .jsonl, .json or .parquet")]
+    ("source", "told"), [("none.jsonl", "No such file"), ("rows.xlsx", "expected a name ending in .jsonl, .json")]
 )
 def test_what_cannot_be_read_is_told(dropforge: Run, source: str, told: str) -> None:
     Path("rows.xlsx").write_bytes(b"x")

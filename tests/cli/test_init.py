@@ -91,7 +91,7 @@ def test_columns_are_proposed_by_their_names(row: dict[str, Any], columns: tuple
             "the columns of semicolons.csv are separated by ';'; expected commas",
         ),
         ("a,b\n" + "1,2\n" * 9, "commas.tsv", "are separated by ','; expected commas, or tabs in a .tsv"),
-        ("a,b\n1,2\n", "tickets", "tickets is no file of rows by its name; expected a name ending in .jsonl, .json"),
+        ("a,b\n1,2\n", "tickets", "tickets has no extension of a data file; expected a name ending in .jsonl, .json"),
         ("a,b\n1,2,3\n", "long.csv", "long.csv: line 2 of the data set has 3 fields; the header has 2 columns"),
         (None, "none.xlsx", "the data none.xlsx cannot be read: No such file"),
         (

@@ -105,7 +105,7 @@ def _unpacked(data: bytes, is_cut: bool) -> tuple[bytes, bool]:
     except zlib.error:
         found = None
     if found is None or not (unpacker.eof or unpacker.unconsumed_tail or is_cut):
-        raise BadFile("the data set is no whole .gz file", "pack it again")
+        raise BadFile("the data set is not a complete .gz file", "compress the file again")
     return found, is_cut or not unpacker.eof or bool(unpacker.unused_data)
 
 

@@ -41,7 +41,7 @@ def format_of(name: str) -> Format:
     path = path.removesuffix(compression)
     suffix = next((end for end in (*TEXT, *ARROW) if path.endswith(end)), "")
     if not suffix:
-        raise BadFile(f"{name} is no file of rows by its name; expected {EXPECTED}")
+        raise BadFile(f"{name} has no extension of a data file; expected {EXPECTED}")
     if compression and suffix in ARROW:
         raise BadFile(f"{name} is compressed as a whole, and {suffix} compresses its columns", "unpack the file")
     return Format(suffix, compression)
@@ -65,7 +65,7 @@ def rows_of(file: BinaryIO, name: str) -> Generator[Raw, None, None]:
             with text_of_file(data, suffix) as text:
                 yield from text_rows(text, suffix)
         except (gzip.BadGzipFile, EOFError, zlib.error):
-            raise BadFile("the data set is no whole .gz file", "pack it again") from None
+            raise BadFile("the data set is not a complete .gz file", "compress the file again") from None
 
 
 def one_format(names: Sequence[str]) -> str:
