@@ -50,6 +50,7 @@ locals {
     specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
     console_specs    = { buckets = [google_storage_bucket.specs.name], condition = local._console_specs }
     data_buckets     = { buckets = var.data_buckets, condition = "" }
+    data_locations   = { buckets = var.data_buckets, condition = "" } # no predefined role of Cloud Storage reads both
     model_buckets    = { buckets = var.model_buckets, condition = local._others_models }
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
     readable_objects = { buckets = [google_storage_bucket.runs.name], condition = "!${local._below.keys}" }
@@ -63,8 +64,8 @@ locals {
   }
 
   # Buckets that may be in other projects, and the smallest predefined role that holds the permissions of a grant there;
-  # false: list only.
-  foreign_scopes       = ["data_buckets", "model_buckets"]
+  # false: of the bucket, and the list of its objects.
+  foreign_scopes       = ["data_buckets", "data_locations", "model_buckets"]
   foreign_bucket_roles = { true = "roles/storage.objectViewer", false = "roles/storage.legacyBucketReader" }
   bucket_roles = {
     for key, grant in local.grants : key => contains(local.foreign_scopes, grant.scope) ? (

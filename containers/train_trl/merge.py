@@ -147,7 +147,7 @@ def weight_files(directory: Path) -> list[Path]:
 def _read_adapter(checkpoint: Path) -> dict[str, Pair]:
     """The adapter's matrices by the name of their module in the model's class."""
     config = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
-    rank = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
+    rank = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
     scale, transposed = config["lora_alpha"] / rank, bool(config["fan_in_fan_out"])
     parts: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(checkpoint / ADAPTER, "pt") as file:

@@ -269,6 +269,8 @@ def _bucket(name: str) -> str:
 
 def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
     """Return the scopes in which the call needs the permission."""
+    if permission == "storage.buckets.get" and on.startswith("data_buckets/"):
+        return ["data_locations"]
     if permission.startswith("storage."):
         return [on]
     if permission == "iam.serviceAccounts.actAs":

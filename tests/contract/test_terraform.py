@@ -184,7 +184,7 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
         "roles/pubsub.serviceAgent",  # Pub/Sub's own agent, as Google grants it
         "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
         "roles/run.invoker",  # each caller on the functions that it calls, and IAP's agent on the console
-        "roles/storage.legacyBucketReader",  # accounts that list data_buckets, whatever their project
+        "roles/storage.legacyBucketReader",  # preflight, for the location of data_buckets, whatever their project
         "roles/storage.objectUser",  # submitters on the specs bucket
         # build on its bucket and functions' sources, submitters on the runs bucket, and data_buckets
         "roles/storage.objectViewer",
@@ -226,7 +226,7 @@ def test_permissions_exist() -> None:
     assert {permission for *_, held in GRANTS for permission in held} - known == LISTED_ELSEWHERE
 
 
-FOREIGN = {"data_buckets", "model_buckets"}  # which get predefined roles
+FOREIGN = {"data_buckets", "data_locations", "model_buckets"}  # which get predefined roles
 
 
 def test_what_is_known_about_permissions_in_custom_roles_is_written_down() -> None:

@@ -338,16 +338,18 @@ def test_accounts_hold_the_permissions_of_permissions_yaml(applied: Applied) -> 
 def test_data_buckets_of_any_project_get_the_smallest_predefined_role(applied: Applied) -> None:
     """Google binds no custom role of a project on a bucket of another project."""
     roles = yaml.safe_load((ROOT / "tests" / "data" / "iam_predefined_roles.yaml").read_text())
-    bindings = {
-        b["member"]: b["role"] for b in applied["google_storage_bucket_iam_member"] if b["bucket"] == "datasets"
-    }
+    bindings = applied["google_storage_bucket_iam_member"]
+    bound = {(b["member"], b["role"]) for b in bindings if b["bucket"] == "datasets"}
+    expected = set()
     for name, account in permissions()["accounts"].items():
-        if needed := set(account["grants"].get("data_buckets", ())):
-            role = bindings.pop(f"serviceAccount:dropforge-{_id(name)}@{PROJECT}.iam.gserviceaccount.com")
-            assert needed <= set(roles[role])
-            assert ("storage.objects.get" in roles[role]) == ("storage.objects.get" in needed)
-    assert bindings == {}
-    assert not [role for role in applied["google_project_iam_custom_role"] if "data_buckets" in role["role_id"]]
+        for scope in ("data_buckets", "data_locations"):
+            if needed := set(account["grants"].get(scope, ())):
+                fitting = {role for role, held in roles.items() if needed <= set(held)}
+                (smallest,) = {role for role in fitting if not any(set(roles[role]) > set(roles[r]) for r in fitting)}
+                expected.add((f"serviceAccount:dropforge-{_id(name)}@{PROJECT}.iam.gserviceaccount.com", smallest))
+    assert bound == expected
+    custom = [role["role_id"] for role in applied["google_project_iam_custom_role"]]
+    assert not [role for role in custom if "data_buckets" in role or "data_locations" in role]
 
 
 def test_nobody_reads_the_keys_of_another_deployment(applied: Applied) -> None:
@@ -697,6 +699,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "console_specs": [f"{stack.SPECS_BUCKET} if console_specs"],
         "console_topic": ["dropforge-console"],
         "data_buckets": [],  # predefined roles: see the tests of data_buckets and model_buckets
+        "data_locations": [],
         "model_buckets": [],
         "run_events_topic": [stack.RUN_EVENTS],
         "job_events_topic": [stack.JOB_EVENTS],
