@@ -103,7 +103,7 @@ class Blob:
     """An object of a bucket in memory."""
 
     def __init__(self, bucket: Memory, name: str) -> None:
-        self.bucket, self.objects, self.name = bucket, bucket.objects, name
+        self.objects, self.name = bucket.objects, name
         self.generation, self.metageneration = 0, 1
         self.metadata: dict[str, str] | None = None
         self._described = bucket.metadata

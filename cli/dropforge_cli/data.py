@@ -19,7 +19,7 @@ from dropforge.fit.batch import batch_of
 from dropforge.plan import make_plan
 from dropforge.rows.check import CHARACTERS_PER_TOKEN, Finding, Report, check
 from dropforge.rows.files import BadFile, Raw, text_of_file, text_rows
-from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of, uri_of
+from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of
 from dropforge.rows.split import evaluation_dataset, shuffled
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
 from dropforge.spec.job import Model, Training
@@ -154,11 +154,11 @@ def _local(sources: list[str]) -> Iterator[Raw]:
 
 
 def _objects(dataset: Dataset, client: Any, temporary: Path) -> Iterator[Raw]:
-    blobs = files_of(client, dataset.sources)
-    if not all(is_read(blob.name) for blob in blobs):
+    files = files_of(client, dataset.sources)
+    if not all(is_read(file.uri) for file in files):
         yield from _as_trained(dataset, client, temporary)
         return
-    yield from _joined([(uri_of(blob), rows_of(blob.open("rb"), blob.name)) for blob in blobs])
+    yield from _joined([(file.uri, rows_of(file.blob.open("rb"), file.uri)) for file in files])
 
 
 def _as_trained(dataset: Dataset, client: Any, temporary: Path) -> Iterable[Raw]:

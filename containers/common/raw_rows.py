@@ -23,7 +23,7 @@ import numpy as np
 
 from dropforge.base.log import log
 from dropforge.rows.files import BadFile, json_row, text_of_file, text_rows
-from dropforge.rows.sources import ARROW, MAX_BYTES, NoFiles, files_of, format_of, one_format, uri_of
+from dropforge.rows.sources import ARROW, MAX_BYTES, File, NoFiles, files_of, format_of, one_format
 from dropforge.run.artifacts import Source
 from dropforge.spec import Dataset
 from dropforge.spec.templates import shown_columns
@@ -131,61 +131,60 @@ def from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows
 
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        blobs = files_of(client, dataset.sources)
-        suffix = one_format([uri_of(blob) for blob in blobs])
+        files = files_of(client, dataset.sources)
+        suffix = one_format([file.uri for file in files])
         read = _read_tables if suffix in ARROW else _read_lines
-        rows = read(blobs, directory, suffix)
+        rows = read(files, directory, suffix)
     except NoFiles as problem:
         raise missing(str(problem), problem.hint) from None
     except NotFound:
         raise missing(f"the bucket of {dataset.title!r} does not exist", "correct the URI, or create it") from None
     except BadFile as problem:
         raise data_error(str(problem), *filter(None, [problem.hint])) from problem.__cause__
-    if len(blobs) > 1:
-        log(f"read {len(blobs)} files of {dataset.title}", stage="train", rows=len(rows))
-    return rows, source_of(dataset, blobs)
+    if len(files) > 1:
+        log(f"read {len(files)} files of {dataset.title}", stage="train", rows=len(rows))
+    return rows, source_of(dataset, files)
 
 
-def source_of(dataset: Dataset, blobs: Sequence[Any]) -> Source:
+def source_of(dataset: Dataset, files: Sequence[File]) -> Source:
     """The exact source: the generation and the checksum of each object."""
-    files = {uri_of(blob): f"generation {blob.generation} crc32c {blob.crc32c}" for blob in blobs}
-    if len(files) == 1 and dataset.sources == [*files]:
-        return Source(uri=dataset.title, revision=files[dataset.title])
-    digest = sha256(json.dumps(files).encode()).hexdigest()
-    return Source(uri=dataset.title, revision=f"{len(files)} files sha256 {digest}", files=files)
+    revisions = {uri: f"generation {blob.generation} crc32c {blob.crc32c}" for uri, blob in files}
+    if len(revisions) == 1 and dataset.sources == [*revisions]:
+        return Source(uri=dataset.title, revision=revisions[dataset.title])
+    digest = sha256(json.dumps(revisions).encode()).hexdigest()
+    return Source(uri=dataset.title, revision=f"{len(revisions)} files sha256 {digest}", files=revisions)
 
 
-def _download(blob: Any, path: Path) -> None:
+def _download(file: File, path: Path) -> None:
     from google.api_core.exceptions import NotFound
 
     try:  # of the generation that was listed
-        blob.download_to_filename(str(path), checksum="crc32c")
+        file.blob.download_to_filename(str(path), checksum="crc32c")
     except NotFound:
-        raise NoFiles(f"the data set {uri_of(blob)!r} was deleted", "upload it again") from None
+        raise NoFiles(f"the data set {file.uri!r} was deleted", "upload it again") from None
 
 
-def _read_lines(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
+def _read_lines(files: Sequence[File], directory: Path, suffix: str) -> RawRows:
     """Files of text as one file of JSON lines. A line of JSON is judged when its row is read."""
     path, firsts, places = directory / "rows.jsonl", [], []
     name = ""
     with path.open("wb") as lines, starts_of(path).open("wb") as starts:
         writer = _LineWriter(lines, starts)
-        for blob in blobs:
-            uri = uri_of(blob)
-            name = f"{uri}: " if len(blobs) > 1 else ""
+        for file in files:
+            name = f"{file.uri}: " if len(files) > 1 else ""
             firsts.append(writer.rows)
             places.append((writer.size, name))
-            file = directory / "file"
-            _download(blob, file)
+            packed = directory / "file"
+            _download(file, packed)
             try:
-                with _unpacked(file, format_of(uri).compression) as data:
+                with _unpacked(packed, format_of(file.uri).compression) as data:
                     _copy(data, suffix, writer)
             except BadFile as problem:
                 raise BadFile(f"{name}{problem}", problem.hint) from problem.__cause__
             finally:
-                file.unlink()
+                packed.unlink()
         writer.flush()
-    return RawRows(LineRows(path, tuple(places)), [uri_of(blob) for blob in blobs], firsts)
+    return RawRows(LineRows(path, tuple(places)), [file.uri for file in files], firsts)
 
 
 class _LineWriter:
@@ -246,7 +245,7 @@ def _unpacked(path: Path, compression: str) -> Iterator[BinaryIO]:
         raise BadFile(f"the data set is not a complete {compression} file", "compress the file again") from error
 
 
-def _read_tables(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
+def _read_tables(files: Sequence[File], directory: Path, suffix: str) -> RawRows:
     """Parquet files, or Arrow files of either kind (file and stream)."""
     import datasets
 
@@ -254,13 +253,13 @@ def _read_tables(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
     firsts: list[int] = []
     columns: dict[str, str] | None = None
     rows = 0
-    for number, blob in enumerate(blobs):
+    for number, file in enumerate(files):
         path = directory / f"{number:04}{suffix}"
-        _download(blob, path)
-        names, count = _shape(path, uri_of(blob), _SHAPES[suffix])
+        _download(file, path)
+        names, count = _shape(path, file.uri, _SHAPES[suffix])
         if columns is not None and (other := sorted(dict(columns.items() ^ names.items()))):
             raise BadFile(
-                f"{uri_of(blob)} and {uri_of(blobs[0])} differ in the columns {shown_columns(other)}, or in their "
+                f"{file.uri} and {files[0].uri} differ in the columns {shown_columns(other)}, or in their "
                 "types; expected the same in each file"
             )
         paths.append(str(path))
@@ -274,7 +273,7 @@ def _read_tables(blobs: Sequence[Any], directory: Path, suffix: str) -> RawRows:
         raise BadFile(f"the data set cannot be read: {place_of(error.__cause__ or error)}") from error
     for each in paths:  # the table has its own file
         Path(each).unlink()
-    return RawRows(table, [uri_of(blob) for blob in blobs], firsts)
+    return RawRows(table, [file.uri for file in files], firsts)
 
 
 def _shape(path: Path, uri: str, read: Callable[[Path], tuple[dict[str, str], int]]) -> tuple[dict[str, str], int]:

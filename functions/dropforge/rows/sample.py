@@ -15,7 +15,7 @@ from dropforge.spec import Dataset, JobSpec
 
 from .check import SOURCE, Report, check_sample, refused
 from .files import BadFile, Raw, UnfinishedFile, text_of_file, text_rows
-from .sources import NoFiles, files_of, format_of, is_read, uri_of
+from .sources import NoFiles, files_of, format_of, is_read
 
 SAMPLED_FILES = 8  # of a data set of many: the first ones
 SAMPLE_BYTES = 1 << 18  # of an object, and of what it unpacks to
@@ -56,10 +56,10 @@ def _names(uris: list[str], clients: Clients) -> list[str]:
     from google.api_core.exceptions import GoogleAPICallError
 
     try:
-        blobs = files_of(clients.storage(), uris, timeout=TIMEOUT_SECONDS) if uris else []
+        files = files_of(clients.storage(), uris, timeout=TIMEOUT_SECONDS) if uris else []
     except GoogleAPICallError:
         return []
-    return [uri_of(blob) for blob in blobs[:SAMPLED_FILES]]
+    return [file.uri for file in files[:SAMPLED_FILES]]
 
 
 def first_bytes(uri: str, clients: Clients) -> bytes | None:

@@ -30,6 +30,13 @@ class Format(NamedTuple):
     compression: str = ""
 
 
+class File(NamedTuple):
+    """An object of Cloud Storage with its gs:// URI."""
+
+    uri: str
+    blob: Any
+
+
 class NoFiles(BadFile):
     """A source that names no file."""
 
@@ -80,27 +87,27 @@ def one_format(names: Sequence[str]) -> str:
     return suffix
 
 
-def files_of(client: Any, uris: Iterable[str], **options: Any) -> list[Any]:
-    """The objects that the URIs name, in the order of their names. `options` go to the client.
+def files_of(client: Any, uris: Iterable[str], **options: Any) -> list[File]:
+    """The files that the URIs name, in the order of their names. `options` go to the client.
 
     Raises BadFile: NoFiles for a URI that names no object, others for formats that are not one, for an object that two
     URIs name, and for more than MAX_FILES or MAX_BYTES.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, File] = {}
     for uri in uris:
         first = True
-        for blob in objects_of(client, uri, **options):
-            first, name = False, uri_of(blob)
-            if name in found:
-                raise BadFile(f"two of the sources name {name}", "name each file once: its rows would count twice")
-            found[name] = blob
+        for file in _files(client, uri, **options):
+            first = False
+            if file.uri in found:
+                raise BadFile(f"two of the sources name {file.uri}", "name each file once: its rows would count twice")
+            found[file.uri] = file
             if len(found) > MAX_FILES:
                 raise BadFile(f"{uri} has more than {MAX_FILES:,} files", "join some of the files")
         if first:
             raise _no_files(uri)
     names = sorted(found)
     one_format(names)
-    if (total := sum(blob.size or 0 for blob in found.values())) > MAX_BYTES:
+    if (total := sum(file.blob.size or 0 for file in found.values())) > MAX_BYTES:
         raise BadFile(f"the {len(found)} files have {total} bytes; expected at most {MAX_BYTES}", "take fewer rows")
     return [found[name] for name in names]
 
@@ -115,17 +122,22 @@ def _no_files(uri: str) -> NoFiles:
     return NoFiles(f"the data set {uri!r} does not exist", f"upload it, or correct the URI ({uri}/ is a folder)")
 
 
-def objects_of(client: Any, uri: str, **options: Any) -> Iterator[Any]:
-    """The objects that a URI names: one; with `/` at its end, those of a folder; or those that match a glob.
+def _files(client: Any, uri: str, **options: Any) -> Iterator[File]:
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    if not is_many(uri):
+        blob = client.bucket(bucket).get_blob(name, **options)
+        yield from [File(uri, blob)] if blob is not None else []
+        return
+    for blob in _listed(client, uri, **options):
+        yield File(f"gs://{bucket}/{blob.name}", blob)
+
+
+def _listed(client: Any, uri: str, **options: Any) -> Iterator[Any]:
+    """The objects of a folder, with `/` at its end, or those that match a glob.
 
     A folder's files whose names begin with `_` or `.` are notes of other programs (`_SUCCESS`).
     """
     bucket, _, name = uri.removeprefix("gs://").partition("/")
-    if not is_glob(uri) and not uri.endswith("/"):
-        # The object is the first with this prefix. To list is enough for a caller who may not read.
-        found = client.list_blobs(bucket, prefix=name, max_results=1, **options)
-        yield from (blob for blob in found if blob.name == name)
-        return
     prefix = name if uri.endswith("/") else GLOB.split(name)[0].rpartition("/")[0]
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     rest = name.removeprefix(prefix) or "*"
@@ -139,15 +151,21 @@ def objects_of(client: Any, uri: str, **options: Any) -> Iterator[Any]:
 
 def exists(client: Any, uri: str, *, is_model: bool, **options: Any) -> bool:
     """Whether a source of a spec has an object. A model is all that is below its URI, with `/` at its end or not."""
-    return any(True for _ in objects_of(client, f"{uri.rstrip('/')}/**" if is_model else uri, **options))
+    pattern = f"{uri.rstrip('/')}/**" if is_model else uri
+    if is_many(pattern):
+        return any(True for _ in _listed(client, pattern, **options))
+    # The object is the first with this prefix. A list, unlike a read, tells a missing bucket from a missing object.
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    return any(blob.name == name for blob in client.list_blobs(bucket, prefix=name, max_results=1, **options))
 
 
 def is_glob(uri: str) -> bool:
     return bool(GLOB.search(uri))
 
 
-def uri_of(blob: Any) -> str:
-    return f"gs://{blob.bucket.name}/{blob.name}"
+def is_many(uri: str) -> bool:
+    """Whether a URI may name several files: a folder, with `/` at its end, or a glob."""
+    return uri.endswith("/") or is_glob(uri)
 
 
 def _pattern(glob: str) -> str:

@@ -300,7 +300,11 @@ def test_several_files_are_read_in_the_order_of_their_names(
             "",
             "b.jsonl.gz: the data set is not a complete .gz",
         ),
-        ({"a.csv.zst": FILES["x.csv.zst"], "b.csv.zst": FILES["x.csv.zst"][:-4]}, "", "b.csv.zst: .* not a complete .zst"),
+        (
+            {"a.csv.zst": FILES["x.csv.zst"], "b.csv.zst": FILES["x.csv.zst"][:-4]},
+            "",
+            "b.csv.zst: .* not a complete .zst",
+        ),
         ({"a.parquet": FILES["x.parquet"], "b.parquet": b"PAR1"}, "", "b.parquet is not a complete .parquet file"),
         ({"a.arrow": FILES["x.arrow"], "b.arrow": table_in("file", [{"b": 1}])}, "", "differ in the columns a, b"),
         ({"x.parquet.gz": b"x"}, "", r"x.parquet.gz is compressed as a whole"),
