@@ -93,7 +93,7 @@ def test_rollouts_leave_no_gap(kube: Kube) -> None:
         while not stop.is_set():
             try:
                 answers.append(get(url).split()[0])
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 answers.append(f"error: {error}")
 
     asking = threading.Thread(target=ask)
