@@ -82,4 +82,4 @@ def _sentence(attempts: Sequence[Attempt], places: int) -> str:
 
 
 def _moved_on(attempt: Attempt) -> bool:
-    return attempt.error is not None and attempt.error.error_class.moves_on
+    return attempt.moves_on

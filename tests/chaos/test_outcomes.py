@@ -115,6 +115,11 @@ def _no_capacity_while_it_runs(story: Story) -> None:
         attempt["ended"] = attempt["ended"] and _iso(_first(story, "running").time + 300)
 
 
+def _refused_while_it_runs(story: Story) -> None:
+    for attempt in _attempts(story):
+        attempt["refused"] = True
+
+
 def _trains_and_waits(story: Story) -> None:
     story.change(attempts=[story.record["attempts"][0] | {"wait_reason": "no quota"}], state="TRAINING")
 
@@ -164,6 +169,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("cost_is_true", served, _charged_too_much),
     ("waits_are_true", stopped, _waiting_while_it_runs),
     ("waits_are_true", stopped, _no_capacity_while_it_runs),
+    ("nothing_costs_nothing", stopped, _refused_while_it_runs),
     ("reasons_are_true", stuck, _trains_and_waits),
     ("reasons_are_true", served, _ready_and_waits),
     ("reasons_are_true", served, _cancelled_by_nobody),

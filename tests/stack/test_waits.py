@@ -9,6 +9,7 @@ import pytest
 import requests
 from click.testing import CliRunner
 
+from dropforge.base.clock import utc_now
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 
@@ -29,6 +30,19 @@ def one_gpu(user: User) -> Iterator[None]:
     switch(quota={REGION: 1})
     yield
     switch(quota={})
+
+
+@pytest.fixture
+def refused_creates(user: User) -> Iterator[str]:
+    """Cloud Run refuses every job, with these words."""
+
+    def switch(**body: Any) -> None:
+        requests.post(f"{user.info.http}/_local/cloudrun/faults", json=body, timeout=60).raise_for_status()
+
+    words = "The service is currently unavailable."
+    switch(fail_next={"method": "create_job", "status": "UNAVAILABLE", "count": 1000, "message": words})
+    yield words
+    switch(fail_next=[])
 
 
 def test_a_run_without_a_free_gpu_says_what_it_waits_for(user: User, one_gpu: None) -> None:
@@ -52,3 +66,19 @@ def test_a_run_without_a_free_gpu_says_what_it_waits_for(user: User, one_gpu: No
     shown = CliRunner().invoke(cli, ["status", third, "--state", str(user.state)])
     assert "cancelled" in shown.output
     assert "success" not in shown.output
+
+
+def test_a_run_whose_requests_are_refused_says_so_and_costs_nothing(user: User, refused_creates: str) -> None:
+    """170 USD an hour, and a budget of 3 USD, which would pay for a minute of a machine."""
+    limits = {"limits": {"max_cost_usd": 3}, "serve": None}
+    target = {"target": {**TARGET["target"], "price_usd_per_hour": 170}}
+    run = user.drop(user.spec("succeed", **target, **limits))
+    waiting = user.wait_for(run, lambda record: bool(record.wait_reason))
+    assert waiting.wait_reason == refused_creates
+    shown = CliRunner().invoke(cli, ["status", run, "--state", str(user.state)])
+    assert refused_creates in " ".join(shown.output.split())
+    user.publish(user.settings.operations_topic, f'{{"cancel": "{run}"}}'.encode())
+    ended = user.wait(run)
+    assert (ended.state, ended.cost(utc_now())) == (RunState.CANCELLED, 0)
+    assert ended.error is not None
+    assert ended.error.message == f"cancelled while it waited: {refused_creates}"

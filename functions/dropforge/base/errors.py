@@ -96,13 +96,18 @@ class RetryLater(DropforgeError):
 
 
 class CloudError(DropforgeError):
-    """A failed call of a Google API, classified; `hint` says what the reader can do."""
+    """A failed call of a Google API, classified; `hint` says what the reader can do.
 
-    def __init__(self, error_class: ErrorClass, message: str, hint: str = "") -> None:
+    `did_nothing`: Google's answer, or its lack before any request to create something, proves that the call created
+    nothing. After a lost answer nobody knows.
+    """
+
+    def __init__(self, error_class: ErrorClass, message: str, hint: str = "", *, did_nothing: bool = False) -> None:
         super().__init__(message)
         self.error_class = error_class
         self.message = message
         self.hint = hint
+        self.did_nothing = did_nothing
 
 
 class OverQuota(CloudError):
@@ -112,5 +117,5 @@ class OverQuota(CloudError):
     """
 
     def __init__(self, error_class: ErrorClass, message: str, hint: str = "", *, is_sure: bool = True) -> None:
-        super().__init__(error_class, message, hint)
+        super().__init__(error_class, message, hint, did_nothing=True)
         self.is_sure = is_sure

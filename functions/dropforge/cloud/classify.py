@@ -1,7 +1,7 @@
 """From an exception of a Google client or of the Kubernetes client to an ErrorClass, a message and a hint.
 
-The same refusal is a different exception over REST and over gRPC. Quota and stock-out share status codes: the text
-tells them apart (reference: the errors that other schedulers match).
+The same refusal is a different exception over REST and over gRPC, and Google uses one status for refusals that differ:
+the reason and the words tell them apart. tests/cloud/refusals.toml has real texts, with their sources.
 """
 
 from __future__ import annotations
@@ -9,15 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from dropforge.base.errors import CloudError, ErrorClass
-
-_RATE = re.compile(r"per (minute|second)|rate ?limit|too many requests", re.I)
-_QUOTA = re.compile(r"quota|limit exceeded|max instances", re.I)
-_STOCKOUT = re.compile(
-    r"no more capacity|insufficient (reserved )?capacity|out of resources|stock-?out|resource_pool_exhausted", re.I
-)
 
 _BY_STATUS = {
     "PERMISSION_DENIED": ErrorClass.PERMISSION,
@@ -30,9 +25,6 @@ _BY_STATUS = {
     "UNIMPLEMENTED": ErrorClass.CONFIG,
     "RESOURCE_EXHAUSTED": ErrorClass.STOCKOUT,
 }
-# Compute Engine answers 403 (https://cloud.google.com/compute/docs/api-rate-limits).
-_MAY_BE_RATE = frozenset({"RESOURCE_EXHAUSTED", "ABORTED", "PERMISSION_DENIED"})
-_MAY_BE_QUOTA = frozenset({"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "PERMISSION_DENIED"})
 _BY_HTTP = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -100,6 +92,90 @@ _HINTS = {
     ErrorClass.CONFIG: "the request itself is wrong; correct the spec or the deployment's settings",
     ErrorClass.TRANSIENT: "this is temporary; dropforge tries again",
 }
+
+
+class _Rule(NamedTuple):
+    """What words of a refusal mean. Without a class, the status decides it; without a hint, the class does."""
+
+    words: re.Pattern[str]
+    error_class: ErrorClass | None
+    hint: str = ""
+
+
+def _rule(words: str, error_class: ErrorClass | None, hint: str = "") -> _Rule:
+    return _Rule(re.compile(words, re.I), error_class, hint)
+
+
+# The first rule whose words are in the reason or in the message decides. A text about a quota may also name a rate, and
+# a text about a lack of machines may also name a quota, so the order matters.
+_RULES = (
+    _rule(
+        r"BILLING_(DISABLED|NOT_ENABLED)|PROJECT_BILLING_NOT|accountDisabled|billing (disabled|(must|to) be enabled)"
+        r"|(billing account|billing state).{0,80}(disabled|absent|not found|closed)|(absent|closed) billing account"
+        r"|inactive billing|not configured billing",
+        ErrorClass.CONFIG,
+        "link an open billing account to the project (Billing > Account management); some minutes later, submit again",
+    ),
+    _rule(
+        r"SERVICE_DISABLED|accessNotConfigured|API has not been used in project|\bAPI\b.{0,40} not enabled",
+        ErrorClass.CONFIG,
+        "enable the API that the message names (`gcloud services enable`); some minutes later, submit again",
+    ),
+    _rule(
+        r"CONSUMER_SUSPENDED|Consumer .{0,200}has been suspended",
+        None,
+        "Google has suspended the project; its owners have a message with the reason and the way to appeal",
+    ),
+    _rule(
+        r"vpcServiceControls|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED|organization's policy",
+        None,
+        "a policy of the organization forbids it; ask its administrators for an exception",
+    ),
+    _rule(
+        r"constraints?/\S+",
+        ErrorClass.CONFIG,
+        "a policy of the organization forbids it; ask its administrators for an exception, or use another region",
+    ),
+    _rule(
+        r"IP_SPACE_EXHAUSTED|IP space of|available private IP space",
+        ErrorClass.CONFIG,
+        "the subnetwork has no addresses left; give it a larger range",
+    ),
+    _rule(r"reservation to be in READY state|RESERVATION_NOT_READY", ErrorClass.TRANSIENT),
+    _rule(
+        r"RESERVATION_NOT_FOUND|reservations? .{0,200}(do(es)?|must) (not )?exist|INVALID_RESERVATION",
+        ErrorClass.CONFIG,
+        "correct the reservation in the spec's placement: its name, its zone, and the projects that share it",
+    ),
+    _rule(
+        r"no more capacity|insufficient ?(reserved )?capacity|out of (resources|capacity)|stock-?out"
+        r"|resource_pool_exhausted|resource_availability|RESERVATION_(CAPACITY|INCOMPATIBLE)"
+        r"|not (currently )?have (enough|sufficient|available)( available)? (resources|capacity)"
+        r"|not enough (resources|capacity)|no available resources|currently unavailable in the"
+        r"|not provision .{0,40}in the allocated time",
+        ErrorClass.STOCKOUT,
+    ),
+    _rule(r"limit:? [\d.]+ (in (zone|region)|globally)|dailyLimit|daily limit", ErrorClass.QUOTA),
+    _rule(
+        r"per (\d+ )?(minute|second)|_per_minute_|rate[ _]?limit|rate.exceeded|concurrent.operations.quota"
+        r"|too (many (requests|operations|queries)|frequent)",
+        ErrorClass.TRANSIENT,
+    ),
+    _rule(r"quota|limit exceeded|exceeded limit|max instances", ErrorClass.QUOTA),
+    _rule(r"MIN_COUNT_NOT_REACHED|minimum count of \d+ VMs", ErrorClass.STOCKOUT),
+    _rule(
+        r"allowlist|whitelist|by invitation|not authorized to use|not available (to|for) (your |this )?project"
+        r"|LOCATION_POLICY_VIOLATED|'locations/[^']+' \(or it may|location \S+ is not found or access"
+        r"|contact .{0,40}to gain",
+        None,
+        "Google gives this only to projects that it has admitted; ask Google for access, or use another region or "
+        "accelerator",
+    ),
+)
+# Whatever such an answer says, the request was wrong or its sender unknown.
+_PLAIN = frozenset({"UNAUTHENTICATED", "NOT_FOUND", "ALREADY_EXISTS", "OUT_OF_RANGE", "UNIMPLEMENTED"})
+# What google.api_core puts before the message of an answer: the method and the URL of the request.
+_REQUEST = re.compile(r"^[A-Z]+ https?://\S+: ")
 _KUBERNETES_PERMISSION = (
     "grant the control plane's service account roles/container.developer, or roles/container.clusterViewer and a Role "
     "in the namespace"
@@ -117,7 +193,32 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 def classify(error: Exception) -> CloudError:
     """The CloudError for an exception of a Google client or of its connection."""
-    return classify_text(status_of(error), getattr(error, "message", None) or str(error) or repr(error))
+    message = getattr(error, "message", None) or str(error) or repr(error)
+    return classify_text(status_of(error), _REQUEST.sub("", message), _reasons(error))
+
+
+def classify_create(error: Exception) -> CloudError:
+    """The CloudError for the exception of a request to create something: a refusal created nothing."""
+    classified = classify(error)
+    classified.did_nothing = is_refusal(_http_of(error))
+    return classified
+
+
+def classify_first_look(error: Exception) -> CloudError:
+    """The CloudError for the exception of a read before any request to create something: nothing was created."""
+    classified = classify(error)
+    classified.did_nothing = True
+    return classified
+
+
+@contextmanager
+def something_may_exist() -> Iterator[None]:
+    """For the calls after a first request to create something: no error of theirs says that nothing was created."""
+    try:
+        yield
+    except CloudError as error:
+        error.did_nothing = False
+        raise
 
 
 def kubernetes_errors() -> tuple[type[Exception], ...]:
@@ -143,10 +244,11 @@ def classify_kubernetes(error: Exception) -> CloudError:
     return classified
 
 
-def classify_text(status: str, message: str) -> CloudError:
-    """The CloudError for a canonical status (google.rpc.Code name) and its message."""
-    error_class = _class_of(status, message)
-    return CloudError(error_class, message, _HINTS.get(error_class, ""))
+def classify_text(status: str, message: str, reason: str = "") -> CloudError:
+    """The CloudError for a canonical status (google.rpc.Code name), its message, and its machine-readable reason."""
+    rule = _rule_for(status, f"{reason}: {message}" if reason else message)
+    error_class = (rule.error_class if rule else None) or _BY_STATUS.get(status, ErrorClass.TRANSIENT)
+    return CloudError(error_class, message, (rule.hint if rule else "") or _HINTS.get(error_class, ""))
 
 
 def status_of(error: Exception) -> str:
@@ -176,6 +278,14 @@ def is_passing(http: int) -> bool:
     That is a time-out, too many requests, or a failure of the server. 501 is none: that server never does it.
     """
     return http in (408, 429) or (http >= 500 and http != 501)
+
+
+def is_refusal(http: int | None) -> bool:
+    """Whether an HTTP status says that the service itself refused a request, and so did nothing.
+
+    A time-out, a gateway that lost the answer and a failure in the middle of the work say nothing of that kind.
+    """
+    return http is not None and ((400 <= http < 500 and http not in (408, 499)) or http in (501, 503))
 
 
 def may_pass(error: Exception) -> bool:
@@ -218,14 +328,15 @@ def _names(error: Exception) -> list[str]:
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
 
 
-def _class_of(status: str, message: str) -> ErrorClass:
-    if _STOCKOUT.search(message):
-        return ErrorClass.STOCKOUT
-    if status in _MAY_BE_RATE and _RATE.search(message):
-        return ErrorClass.TRANSIENT
-    if status in _MAY_BE_QUOTA and _QUOTA.search(message):
-        return ErrorClass.QUOTA
-    return _BY_STATUS.get(status, ErrorClass.TRANSIENT)
+def _rule_for(status: str, text: str) -> _Rule | None:
+    return None if status in _PLAIN else next((rule for rule in _RULES if rule.words.search(text)), None)
+
+
+def _reasons(error: Exception) -> str:
+    """The machine-readable reasons of a Google API's answer: of its ErrorInfo, and of older APIs' `errors`."""
+    errors = getattr(error, "errors", None)
+    listed = [each.get("reason") for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
+    return " ".join(str(reason) for reason in (getattr(error, "reason", None), *listed) if reason)
 
 
 def _kubernetes_message(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.errors import CloudError
 
-from .classify import classify, classify_text, client_errors
+from .classify import classify, classify_create, classify_first_look, classify_text, client_errors
 from .context import Cloud
 from .listing import Entry, Listed, unreachable
 from .rest import call
@@ -28,11 +28,11 @@ def ensure_disk(cloud: Cloud, name: str, request: dict[str, Any]) -> bool:
     `request` has the `disk` and a `requestId`: the API runs requests with the same id only once.
     """
     try:
-        query = {"requestId": request["requestId"]}
-        parent = name.rpartition("/")[0]
-        operation = (
-            None if _find(cloud, name) else call(cloud.clients.compute(), "POST", parent, query, request["disk"])
-        )
+        known = _find(cloud, name)
+    except client_errors() as error:
+        raise classify_first_look(error) from error
+    try:
+        operation = None if known else _insert(cloud, name, request)
         deadline = cloud.clock.monotonic() + WAIT_SECONDS
         while True:
             disk = _find(cloud, name)
@@ -47,6 +47,15 @@ def ensure_disk(cloud: Cloud, name: str, request: dict[str, Any]) -> bool:
         raise
     except client_errors() as error:
         raise classify(error) from error
+
+
+def _insert(cloud: Cloud, name: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Request the disk. Raises CloudError."""
+    try:
+        query = {"requestId": request["requestId"]}
+        return call(cloud.clients.compute(), "POST", name.rpartition("/")[0], query, request["disk"])
+    except client_errors() as error:
+        raise classify_create(error) from error
 
 
 def list_disks(cloud: Cloud) -> Iterator[Entry]:

@@ -19,7 +19,14 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 
-from .classify import classify, classify_kubernetes, client_errors, kubernetes_errors
+from .classify import (
+    classify,
+    classify_first_look,
+    classify_kubernetes,
+    client_errors,
+    is_refusal,
+    kubernetes_errors,
+)
 from .clients import TIMEOUT_SECONDS, Clients
 from .context import Cloud
 from .listing import Entry, Listed, list_places, raise_unlisted, unreachable
@@ -72,7 +79,7 @@ def find_cluster(cloud: Cloud, name: str) -> Any:
     except NotFound:
         return None
     except client_errors() as error:
-        raise classify(error) from error
+        raise classify_first_look(error) from error
 
 
 def standing_cluster(cloud: Cloud, name: str, field: str) -> Any:
@@ -293,7 +300,9 @@ class Kubernetes:
                 return None
             _raise_for_status(response)
         except kubernetes_errors() as error:
-            raise classify_kubernetes(error) from error
+            failure = classify_kubernetes(error)
+            failure.did_nothing = method == "POST" and is_refusal(getattr(error, "status", None))
+            raise failure from error
         answer: Object = json.loads(text)
         return answer
 

@@ -78,7 +78,7 @@ def raise_unlisted(cloud: Cloud, problems: Iterable[CloudError], *, is_used: boo
     """
     serious = []
     for problem in problems:
-        if is_used or problem.error_class is not ErrorClass.PERMISSION:
+        if is_used or problem.error_class not in (ErrorClass.PERMISSION, ErrorClass.CONFIG):
             serious.append(problem)
         elif problem.message not in cloud.logged:
             cloud.logged.add(problem.message)

@@ -21,8 +21,6 @@ _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})  # any cause, even a bu
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _FORBIDDEN = re.compile(r"denied|forbidden|unauthorized|authorization failed|\b40[13]\b", re.I)
 _WRONG = re.compile(r"not found|does not exist|invalid|manifest unknown|\b404\b", re.I)
-_OUT_OF_STOCK = re.compile(r"out of resources|out of capacity|stock-?out|resource_pool_exhausted", re.I)
-_QUOTA = re.compile(r"quota", re.I)
 _IMAGE_HINT = "push the image that the deployment's settings name, and let the nodes' service account read it"
 _MEMORY_HINT = "ask for more memory_gib, or for less at once"
 
@@ -46,13 +44,8 @@ def unschedulable(pod: Object, events: list[Object]) -> CloudError | None:
         return None
     reason = last_event(events, "FailedScaleUp", "NotTriggerScaleUp", "FailedScheduling")
     message = f"pod {pod['metadata']['name']} has no node: {reason or condition.get('message', 'no reason given')}"
-    if _OUT_OF_STOCK.search(reason):
-        return _classified("RESOURCE_EXHAUSTED", ErrorClass.STOCKOUT, message)
-    if _QUOTA.search(reason):
-        return _classified("RESOURCE_EXHAUSTED", ErrorClass.QUOTA, message)
-    if _WRONG.search(reason):
-        return _classified("NOT_FOUND", ErrorClass.CONFIG, message)
-    return _classified("RESOURCE_EXHAUSTED", ErrorClass.STOCKOUT, message)
+    # Without a word that says otherwise, machines are lacking.
+    return classify_text("INVALID_ARGUMENT" if _WRONG.search(reason) else "RESOURCE_EXHAUSTED", message)
 
 
 def waits_for(pod: Object, events: list[Object]) -> str:
@@ -129,11 +122,6 @@ def _containers(pod: Object) -> Iterator[Object]:
     status = pod.get("status", {})
     yield from status.get("initContainerStatuses") or ()
     yield from status.get("containerStatuses") or ()
-
-
-def _classified(status: str, error_class: ErrorClass, message: str) -> CloudError:
-    """A CloudError with the hint that `classify_text` gives for the status."""
-    return CloudError(error_class, message, classify_text(status, message).hint)
 
 
 def _text(waiting: Object) -> str:

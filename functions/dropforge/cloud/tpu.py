@@ -15,7 +15,7 @@ from typing import Any
 from dropforge.base.errors import CloudError
 from dropforge.base.settings import Settings
 
-from .classify import classify, classify_text, client_errors, status_of
+from .classify import classify, classify_create, classify_first_look, classify_text, client_errors, status_of
 from .clients import TIMEOUT_SECONDS
 from .context import Cloud
 from .listing import Entry, Listed, unreachable
@@ -110,8 +110,13 @@ def ensure(cloud: Cloud, machine: Machine) -> bool:
 
     A machine in the queue counts as existing; a node without a queue must have been created. Raises CloudError.
     """
+    client = cloud.clients.tpu()
     try:
-        return _queue(cloud, machine) if machine.queued else _create(cloud, machine)
+        known = _find(client.get_queued_resource, machine.queued) if machine.queued else find_node(cloud, machine.node)
+    except client_errors() as error:
+        raise classify_first_look(error) from error
+    try:
+        return _queue(cloud, machine, known) if machine.queued else _create(cloud, machine, known)
     except CloudError:
         raise
     except client_errors() as error:
@@ -177,12 +182,11 @@ def _node(machine: Machine) -> dict[str, Any]:
     return node
 
 
-def _queue(cloud: Cloud, machine: Machine) -> bool:
-    """Request the queued resource unless it exists; True once it exists. The caller waits for the capacity."""
+def _queue(cloud: Cloud, machine: Machine, queued: Any) -> bool:
+    """Request the queued resource if it is None; True once it exists. The caller waits for the capacity."""
     from google.cloud import tpu_v2
 
     name, client = machine.queued, cloud.clients.tpu()
-    queued = _find(client.get_queued_resource, name)
     if queued is None:
         request = tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued_request(machine)))
         _begin(lambda: client.create_queued_resource(request=request, timeout=TIMEOUT_SECONDS), "ALREADY_EXISTS")
@@ -193,12 +197,11 @@ def _queue(cloud: Cloud, machine: Machine) -> bool:
     return True
 
 
-def _create(cloud: Cloud, machine: Machine) -> bool:
-    """Create the node unless it exists; True once it is ready. The operation carries a refusal."""
+def _create(cloud: Cloud, machine: Machine, node: Any) -> bool:
+    """Create the node if it is None; True once it is ready. The operation carries a refusal."""
     from google.cloud import tpu_v2
 
     name, client = machine.node, cloud.clients.tpu()
-    node = _find(client.get_node, name)
     if node is None:
         _raise_if_refused(cloud, name)
         request = tpu_v2.CreateNodeRequest.from_json(json.dumps(node_request(machine)))
@@ -262,12 +265,15 @@ _ALREADY_DELETED = ("NOT_FOUND", "FAILED_PRECONDITION", "ABORTED")
 
 
 def _begin(call: Callable[[], Any], *harmless: str) -> None:
-    """Start an operation; an error with a status in `harmless` means that there is nothing left to start."""
+    """Start an operation; an error with a status in `harmless` means that there is nothing left to start.
+
+    Raises CloudError.
+    """
     try:
         call()
     except client_errors() as error:
         if status_of(error) not in harmless:
-            raise
+            raise classify_create(error) from error
 
 
 def _find(get: Callable[..., Any], name: str) -> Any:

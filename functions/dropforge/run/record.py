@@ -78,6 +78,7 @@ class Attempt(Stored):
     `limit` names the limit that decides the deadline. `launched`: when a call first saw the resources, if that took
     longer than WAITING_SECONDS; the wait for capacity begins then. `waiting`: when a call last saw no running machine.
     `wait_reason`: why no machine ran, in the cloud's own words; it stays if the attempt ends before it runs.
+    `refused`: the cloud has refused every request for its machines so far, so nothing was created.
     `running`: the earliest time at which the machine may have started; the cost counts from then.
     `seen`: when a call first saw all machines running, unless the container reported its start. The time without
     progress (`limits.stuck_after`) counts from then.
@@ -93,6 +94,7 @@ class Attempt(Stored):
     max_wait_seconds: int | None = None
     launched: datetime | None = None
     waiting: datetime | None = None
+    refused: bool = False
     running: datetime | None = None
     seen: datetime | None = None
     ended: datetime | None = None
@@ -109,6 +111,11 @@ class Attempt(Stored):
             return str(self.error.error_class)
         return "cancelled" if self.cancelled else "success"
 
+    @property
+    def moves_on(self) -> bool:
+        """Whether the next attempt uses the next placement: this one had no machine, for lack of machines or not."""
+        return self.error is not None and (self.error.error_class.moves_on or self.refused)
+
     def is_noted_waiting(self, at: datetime) -> bool:
         """Whether the wait is noted up to about that time. A running or ended attempt needs no note."""
         noted = (self.waiting or self.started) + timedelta(seconds=WAITING_SECONDS)
@@ -117,12 +124,12 @@ class Attempt(Stored):
     def cost(self, now: datetime) -> float | None:
         """US dollars so far, at the price that the record noted at the attempt's start; None if the price is unknown.
 
-        Waiting for capacity costs nothing. If an attempt ended before it was seen running, and not for lack of
-        capacity, its machine may have run since the attempt was last seen waiting.
+        Waiting for capacity costs nothing, nor does a refusal. If an attempt ended before it was seen running, and not
+        for lack of capacity, its machine may have run since the attempt was last seen waiting.
         """
         if self.usd_per_hour is None:
             return None
-        waited = self.ended is None or (self.error is not None and self.error.error_class.moves_on)
+        waited = self.ended is None or self.refused or self.moves_on
         if self.running is None and waited:
             return 0.0
         spent = (self.ended or now) - (self.running or self.waiting or self.started)
@@ -328,6 +335,8 @@ class Record(Stored):
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
     endpoint_wait_reason: str = ""  # why the endpoint is not ready yet, in the cloud's own words
+    endpoint_refused: bool = False  # the cloud has refused every request for the endpoint so far
+    endpoint_asked: datetime | None = None  # when the endpoint was requested again after refusals
     parity: Parity | None = None
     outcome: Outcome | None = None
     queued: Queued | None = None
@@ -366,6 +375,13 @@ class Record(Stored):
         if self.endpoint is not None or not self.attempts:
             return ""
         return self.endpoint_wait_reason or self.attempts[-1].wait_reason
+
+    @property
+    def serving_began(self) -> datetime | None:
+        """The earliest time at which the endpoint may exist; None without one, or if every request was refused."""
+        if self.endpoint_refused:
+            return None
+        return self.endpoint_asked or next((t.time for t in self.history if t.state is RunState.DEPLOYING), None)
 
     @property
     def began(self) -> datetime:
@@ -462,6 +478,29 @@ class Record(Stored):
             attempt, lambda a: a if a.is_noted_waiting(at) else a.model_copy(update={"waiting": at})
         )
 
+    def with_request(self, attempt: int, at: datetime, deadline: datetime, limit: Limit) -> Record:
+        """This record before another request for an attempt's machines, all of which were refused up to `at`."""
+        changes = {"refused": False, "waiting": at, "deadline": deadline, "limit": limit}
+        return self._with_attempt(attempt, lambda a: a.model_copy(update=changes))
+
+    def with_refusal(self, attempt: int) -> Record:
+        """This record with the note that every request for an attempt's machines was refused so far."""
+        return self._with_attempt(
+            attempt, lambda a: a if a.running or a.ended else a.model_copy(update={"refused": True})
+        )
+
+    def with_endpoint_request(self, at: datetime) -> Record:
+        """This record before another request for the endpoint, if all of them were refused up to `at`."""
+        if not self.endpoint_refused or self.state.is_terminal:
+            return self
+        return self.model_copy(update={"endpoint_refused": False, "endpoint_asked": at})
+
+    def with_endpoint_refusal(self) -> Record:
+        """This record with the note that every request for the endpoint was refused so far."""
+        if self.state is not RunState.DEPLOYING or self.endpoint is not None:
+            return self
+        return self.model_copy(update={"endpoint_refused": True})
+
     def with_wait_reason(self, attempt: int, reason: str) -> Record:
         """This record with why an attempt does not run yet ("": it runs); the same record if it has the reason."""
         kept = cut(reason, MAX_REASON)
@@ -514,9 +553,9 @@ class Record(Stored):
     def serving_cost(self, now: datetime) -> float | None:
         """The most that the endpoint has cost so far, in US dollars: as if all its instances had run all the time.
 
-        None if the price is unknown; 0 if there was no endpoint.
+        None if the price is unknown; 0 if there was no endpoint, also because every request for one was refused.
         """
-        began = next((t.time for t in self.history if t.state is RunState.DEPLOYING), None)
+        began = self.serving_began
         if began is None:
             return 0.0
         if self.serving_usd_per_hour is None:

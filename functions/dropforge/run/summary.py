@@ -150,7 +150,7 @@ def _training(attempts: list[Attempt]) -> Meter | None:
 
 
 def _serving(record: Record) -> Meter | None:
-    began = next((entry.time for entry in record.history if entry.state is RunState.DEPLOYING), None)
+    began = record.serving_began
     if began is None:
         return Meter()
     if record.serving_usd_per_hour is None:

@@ -22,7 +22,7 @@ from .looks import next_look_since
 from .parity import compare
 from .rollout.canary import canary_of
 from .rollout.requests import Refused, put_behind
-from .waits import cancelled_while, note_endpoint_wait
+from .waits import cancelled_while, note_endpoint_refusal, note_endpoint_wait
 
 DeployAnswer = Ready | Pending | Failed | Superseded
 
@@ -32,8 +32,8 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
 
     Raises NotFound for an unknown run, CloudError if another try may succeed.
     """
-    spec = context.store.spec(run)
-    record = context.store.update(run, lambda latest: _enter(latest, execution, spec, context.now()))
+    spec, asked = context.store.spec(run), context.now()
+    record = context.store.update(run, lambda latest: _enter(latest, execution, spec, asked))
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
     if record.cancel_requested:
@@ -46,6 +46,9 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
             _put_behind(context, record, spec) if spec.serve and spec.serve.is_named else _deploy(context, record, spec)
         )
     except CloudError as error:
+        is_nothing = error.did_nothing and asked in (_began(record), record.endpoint_asked)
+        if is_nothing or error.error_class is ErrorClass.TRANSIENT:
+            note_endpoint_refusal(context, record, error.message, _began(record), nothing_exists=is_nothing)
         if error.error_class is ErrorClass.TRANSIENT and context.now() < _start_ends(record, spec):
             raise
         context.log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
@@ -57,7 +60,7 @@ def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Reco
     if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
         return record
     if record.state is RunState.DEPLOYING:
-        return record
+        return record.with_endpoint_request(now)
     entered = record.entered(RunState.DEPLOYING, now)
     # A named endpoint counts its own costs: it outlives the run.
     is_own = spec.serve is None or not spec.serve.is_named
@@ -107,7 +110,7 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     store, server = context.store, context.platforms.server(spec.serve.type)
     began = _began(record)
     # The expiry label is set when the endpoint is created, so that it expires even if no stage looks at it again.
-    paid_until = endpoint_expiry(record, spec, began)
+    paid_until = endpoint_expiry(record, spec, record.serving_began or began)
     expires = min(paid_until, kept_until(record, spec))
     if (expires - began).total_seconds() < MIN_ATTEMPT_SECONDS:
         return _nothing_left(record, spec, began)

@@ -18,9 +18,10 @@ from .answers import Cancelled, Failed, Gate, Pending, Running, Succeeded, Super
 from .looks import LONGEST_SECONDS, SHORTEST_SECONDS, next_look, next_turn
 from .places import wait_for_place
 from .retries import retry_or_fail
-from .waits import cancelled_while, note_wait, warn_of_wait
+from .waits import cancelled_while, note_refusal, note_wait, warn_of_wait
 
 MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
+REFUSED_SECONDS = 300  # of temporary refusals in one placement, while another has not refused yet
 _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
 
 ProvisionAnswer = Running | Pending | Succeeded | Failed | Superseded
@@ -36,8 +37,10 @@ def provision(context: Context, run: str, execution: str, attempt: int, callback
     if waiting := wait_for_place(context, run, execution, spec):
         return waiting
 
+    asked = context.now()
+
     def claim(latest: Record) -> Record:
-        claimed = _claim(context, latest, execution, attempt, spec)
+        claimed = _claim(context, latest, execution, attempt, spec, asked)
         if callback_url:
             claimed = claimed.with_callback(execution, callback_url)
         return _with_intents(context, claimed, execution, spec)
@@ -48,7 +51,7 @@ def provision(context: Context, run: str, execution: str, attempt: int, callback
     if record.state not in _TRAINS:  # a late call, or a takeover after the training: nothing is created
         return takeover_answer(record)
     attempt = max(attempt, record.attempt)
-    return _advance(context, record, spec, attempt).model_copy(update={"attempt": attempt})
+    return _advance(context, record, spec, attempt, asked).model_copy(update={"attempt": attempt})
 
 
 def takeover_answer(record: Record) -> Running | Succeeded | Failed:
@@ -66,7 +69,7 @@ def takeover_answer(record: Record) -> Running | Succeeded | Failed:
 def pause_seconds(record: Record, spec: JobSpec, settings: Settings, now: datetime) -> float:
     """How long to request nothing, because every placement has refused since the last pause; 0: no pause."""
     last = record.attempts[-1] if record.attempts else None
-    if last is None or last.ended is None or last.error is None or not last.error.error_class.moves_on:
+    if last is None or last.ended is None or not last.moves_on:
         return 0.0
     rounds, rest = divmod(_moves(record), len(spec.target.placements))
     if rest:
@@ -75,14 +78,14 @@ def pause_seconds(record: Record, spec: JobSpec, settings: Settings, now: dateti
     return max(0.0, pause - (now - last.ended).total_seconds())
 
 
-def _claim(context: Context, record: Record, execution: str, attempt: int, spec: JobSpec) -> Record:
+def _claim(context: Context, record: Record, execution: str, attempt: int, spec: JobSpec, now: datetime) -> Record:
     """The record with `execution` as its owner and with the attempt opened, unless either is settled already."""
     record = record.claimed(execution)
     if record.state.is_terminal or record.execution != execution or record.state not in _TRAINS:
         return record  # the training is over, or this is a duplicate start: another execution owns the run
     if record.cancel_requested:
         return record
-    now = context.now()
+    record = _asking_again(record, spec, now)
     if record.attempt >= attempt or pause_seconds(record, spec, context.settings, now) > 0:
         return record
     opened = _open_attempt(context, record, attempt, spec, now)
@@ -90,6 +93,15 @@ def _claim(context: Context, record: Record, execution: str, attempt: int, spec:
         return record
     record = record.model_copy(update={"attempts": [*record.attempts, opened]})
     return record.entered(RunState.PROVISIONING, now)
+
+
+def _asking_again(record: Record, spec: JobSpec, now: datetime) -> Record:
+    """The record before another request of an attempt that has nothing: its time and money begin now."""
+    latest = record.attempts[-1] if record.attempts else None
+    if latest is None or latest.ended or not latest.refused:
+        return record
+    deadline, limit = _deadline(record, spec, HourlyPrice(latest.usd_per_hour, None, "pinned"), now)
+    return record.with_request(latest.number, now, deadline, limit)
 
 
 def _with_intents(context: Context, record: Record, execution: str, spec: JobSpec) -> Record:
@@ -134,7 +146,9 @@ def _open_attempt(context: Context, record: Record, number: int, spec: JobSpec, 
     )
 
 
-def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> Running | Pending | Failed:
+def _advance(
+    context: Context, record: Record, spec: JobSpec, attempt: int, asked: datetime
+) -> Running | Pending | Failed:
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, cancelled_while(record.wait_reason, "provisioning"))
     if record.attempt != attempt:
@@ -146,30 +160,44 @@ def _advance(context: Context, record: Record, spec: JobSpec, attempt: int) -> R
         return _running(latest)  # the attempt has succeeded; `inspect` reports the success again
     announce(context, record, RunState.PROVISIONING)
     try:
-        return _launch(context, record, launch_of(record, spec, context.settings, context.store.key(record.run)))
+        return _launch(context, record, launch_of(record, spec, context.settings, context.store.key(record.run)), asked)
     except CloudError as error:
-        return _refused(context, record, spec, error)
+        return _refused(context, record, spec, error, asked)
 
 
-def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError) -> Failed:
-    """End the attempt after a permanent error; raise a temporary error again until the provision deadline."""
-    latest = record.attempts[-1]
-    waited = (context.now() - latest.started).total_seconds()
-    if error.error_class is ErrorClass.TRANSIENT and waited < context.settings.provision_deadline_seconds:
+def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError, asked: datetime) -> Failed:
+    """End the attempt after a permanent error; raise a temporary error again until the provision deadline.
+
+    If there is a placement that has not refused yet, a temporary refusal has REFUSED_SECONDS to pass.
+    """
+    latest, is_nothing = record.attempts[-1], error.did_nothing and _has_nothing(record.attempts[-1], asked)
+    waited, patience = (context.now() - latest.started).total_seconds(), context.settings.provision_deadline_seconds
+    if is_nothing and _has_untried_placement(record, spec):
+        patience = min(patience, REFUSED_SECONDS)
+    if error.error_class is ErrorClass.TRANSIENT and waited < patience:
+        warn_of_wait(context, note_refusal(context, record, error.message, nothing_exists=is_nothing), spec)
         raise error
     context.log(error.message, stage="provision", run=record.run, severity="WARNING", error_class=error.error_class)
     reason = RunError(error_class=error.error_class, message=error.message, hint=error.hint)
+
     # The record keeps the reason: its class decides the next placement, and the end stops the cost of the attempt.
-    record = context.store.update(
-        record.run, lambda latest_record: latest_record.with_end(latest.number, reason, context.now())
-    )
+    def end(latest_record: Record) -> Record:
+        noted = latest_record.with_refusal(latest.number) if is_nothing else latest_record
+        return noted.with_end(latest.number, reason, context.now())
+
+    record = context.store.update(record.run, end)
     return retry_or_fail(record, spec, reason, context.now())
 
 
-def _launch(context: Context, record: Record, launch: Launch) -> Running | Pending:
+def _has_nothing(attempt: Attempt, asked: datetime) -> bool:
+    """Whether the call that began at `asked` made the only request of an attempt that may have had an effect."""
+    return asked in (attempt.started, attempt.waiting)
+
+
+def _launch(context: Context, record: Record, launch: Launch, asked: datetime) -> Running | Pending:
     """Create the resources of an attempt, whose intents the record has."""
     store, target, attempt = context.store, context.platforms.target(launch.spec.target.type), record.attempts[-1]
-    asked, turn, is_sure = context.now(), 0.0, True
+    turn, is_sure, is_refused = 0.0, True, False
     try:
         waits = target.provision(context.cloud, launch)
     except OverQuota as refused:
@@ -177,9 +205,11 @@ def _launch(context: Context, record: Record, launch: Launch) -> Running | Pendi
             raise
         # Many runs may wait for the same quota, and each request counts for the rate: the longer, the rarer.
         waits, turn = Waits(refused.message), next_turn((asked - record.began).total_seconds(), LONGEST_SECONDS)
-        is_sure = refused.is_sure
+        is_sure, is_refused = refused.is_sure, _has_nothing(attempt, asked)
     if waits:
-        if is_sure:  # no machine was running when the cloud answered, so the cost counts from then at the earliest
+        if is_refused:
+            record = note_refusal(context, record, waits.reason, nothing_exists=True)
+        elif is_sure:  # no machine was running when the cloud answered, so the cost counts from then at the earliest
             record = note_wait(context, record, waits.reason, asked)
         record = warn_of_wait(context, record, launch.spec)
         # Creating a cluster of the attempt, or a machine without a queue, takes time; max_wait is for capacity only.
@@ -209,8 +239,8 @@ def _has_untried_placement(record: Record, spec: JobSpec) -> bool:
 
 
 def _moves(record: Record) -> int:
-    """How many attempts ended with an error after which the next placement is used."""
-    return sum(1 for a in record.attempts if a.error and a.error.error_class.moves_on)
+    """How many attempts ended so that the next placement is used."""
+    return sum(1 for a in record.attempts if a.moves_on)
 
 
 def _deadline(record: Record, spec: JobSpec, price: HourlyPrice, now: datetime) -> tuple[datetime, Limit]:

@@ -29,6 +29,35 @@ def note_wait(context: Context, record: Record, reason: str, asked: datetime) ->
     return record if change(record) is record else context.store.update(record.run, change)
 
 
+def note_refusal(context: Context, record: Record, reason: str, *, nothing_exists: bool) -> Record:
+    """The record of a run whose latest request for machines has failed, with the reason; written if it changes.
+
+    `nothing_exists`: the cloud has refused every request of the attempt so far.
+    """
+    attempt = record.attempts[-1]
+    is_due = context.now() - attempt.started >= timedelta(seconds=QUIET_SECONDS)
+
+    def change(latest: Record) -> Record:
+        noted = latest.with_refusal(attempt.number) if nothing_exists else latest
+        return noted.with_wait_reason(attempt.number, reason) if is_due else noted
+
+    return record if change(record) is record else context.store.update(record.run, change)
+
+
+def note_endpoint_refusal(
+    context: Context, record: Record, reason: str, began: datetime, *, nothing_exists: bool
+) -> None:
+    """Keep why the latest request for the endpoint has failed, as `note_refusal` does for an attempt."""
+    is_due = context.now() - began >= timedelta(seconds=QUIET_SECONDS)
+
+    def change(latest: Record) -> Record:
+        noted = latest.with_endpoint_refusal() if nothing_exists else latest
+        return noted.with_endpoint_wait_reason(reason) if is_due else noted
+
+    if change(record) is not record:
+        context.store.update(record.run, change)
+
+
 def note_endpoint_wait(context: Context, record: Record, reason: str, began: datetime) -> None:
     """Keep the reason why the endpoint, created since `began`, is not ready; written if it changes."""
     if context.now() - began < timedelta(seconds=QUIET_SECONDS) or record.with_endpoint_wait_reason(reason) is record:

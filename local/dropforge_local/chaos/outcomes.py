@@ -196,6 +196,18 @@ def cost_is_true(life: Life) -> Iterator[tuple[float, str]]:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but ran {whole:.0f} s"
 
 
+def nothing_costs_nothing(life: Life) -> Iterator[tuple[float, str]]:
+    """An attempt whose every request was refused has nothing, and costs nothing."""
+    for attempt in life.last.get("attempts", []):
+        if not attempt.get("refused"):
+            continue
+        own = [machine for machine in life.training if machine.attempt == attempt["number"]]
+        if any(machine.running is not None and not life.is_stray(machine) for machine in own):
+            yield life.end.time, f"attempt {attempt['number']} is said to have nothing, but its machine ran"
+        if attempt["ended"] and _charged(attempt):
+            yield life.end.time, f"attempt {attempt['number']} is charged, but is said to have nothing"
+
+
 def waits_are_true(life: Life) -> Iterator[tuple[float, str]]:
     """No machine that is paid for runs when an attempt is noted as waiting, or when it ends for lack of capacity.
 
@@ -247,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     told_once,
     ends_in_time,
     cost_is_true,
+    nothing_costs_nothing,
     waits_are_true,
     reasons_are_true,
     touches_its_own,
@@ -300,7 +313,7 @@ def _was_refused(life: Life, id_: str, before: float) -> bool:
 
 def _charged(attempt: dict[str, Any]) -> float:
     """The seconds for which the record charges an attempt."""
-    if attempt.get("running") is None and _is_capacity(attempt):
+    if attempt.get("running") is None and (attempt.get("refused") or _is_capacity(attempt)):
         return 0.0
     since = attempt.get("running") or attempt.get("waiting") or attempt["started"]
     return max(0.0, seconds_of(attempt["ended"]) - seconds_of(since))

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import Conflict, NotFound, ResourceExhausted
+from google.api_core.exceptions import Conflict, NotFound, ResourceExhausted, ServiceUnavailable
 from google.cloud import run_v2
+from requests import ReadTimeout
 
 from dropforge.base import names
 from dropforge.base.clock import Clock
@@ -231,6 +232,22 @@ def test_a_create_that_is_refused_for_a_quota_did_nothing_unless_an_earlier_one_
     with pytest.raises(OverQuota) as unsure:
         CloudRunJobs().provision(api.cloud(), LAUNCH)
     assert not unsure.value.is_sure
+
+
+@pytest.mark.parametrize(("failure", "did_nothing"), [(ServiceUnavailable("no"), True), (ReadTimeout("lost"), False)])
+def test_only_an_answer_proves_that_a_create_did_nothing(failure: Exception, did_nothing: bool) -> None:
+    def refuse(**_: Any) -> None:
+        raise failure
+
+    api = CloudRun()
+    api.create_job = api.create_service = refuse  # type: ignore[method-assign]
+    for create in (
+        lambda: CloudRunJobs().provision(api.cloud(), LAUNCH),
+        lambda: CloudRunService().deploy(api.cloud(), DEPLOYMENT),
+    ):
+        with pytest.raises(CloudError) as raised:
+            create()
+        assert raised.value.did_nothing is did_nothing
 
 
 def _too_often(**_: Any) -> None:

@@ -12,7 +12,13 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud.classify import classify, classify_text, client_errors
+from dropforge.cloud.classify import (
+    classify,
+    classify_create,
+    classify_first_look,
+    classify_text,
+    client_errors,
+)
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
@@ -58,7 +64,11 @@ class CloudRunService:
 
     def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         try:
-            if self._service(cloud, service_name(deployment)) is None:
+            known = self._service(cloud, service_name(deployment))
+        except client_errors() as error:
+            raise classify_first_look(error) from error
+        try:
+            if known is None:
                 self._create(cloud, deployment)
             return self._ready(cloud, deployment)
         except client_errors() as error:
@@ -119,6 +129,8 @@ class CloudRunService:
             )
         except Conflict:
             return  # an earlier create whose reply was lost; `_ready` checks the owner
+        except client_errors() as error:
+            raise classify_create(error) from error
 
     def _ready(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         """Wait for a while. Returns the URL once the service is ready, or what Cloud Run waits for."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, OverQuota
-from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
+from dropforge.cloud.classify import classify, classify_create, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
@@ -200,7 +200,7 @@ class CloudRunJobs:
 
 def _problem(error: Exception) -> CloudError:
     """The error of a change. Cloud Run says RESOURCE_EXHAUSTED for quotas, rates, and also for a lack of machines."""
-    problem = classify(error)
+    problem = classify_create(error)
     if status_of(error) != "RESOURCE_EXHAUSTED" or problem.error_class is ErrorClass.STOCKOUT:
         return problem
     return OverQuota(problem.error_class, problem.message, problem.hint)

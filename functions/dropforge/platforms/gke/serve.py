@@ -14,6 +14,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes, pods
+from dropforge.cloud.classify import something_may_exist
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes
 from dropforge.cloud.listing import Listed
@@ -63,9 +64,12 @@ class GkeDeployment:
         if api is None:
             return Waits(f"{cluster_of(deployment)} is being created")
         workload = own_workload(deployment)
-        for manifest in manifests(workload):
-            api.ensure(cluster_of(deployment), manifest)
-        return url_once_ready(cloud, api, workload)
+        first, *others = manifests(workload)
+        api.ensure(cluster_of(deployment), first)
+        with something_may_exist():
+            for manifest in others:
+                api.ensure(cluster_of(deployment), manifest)
+            return url_once_ready(cloud, api, workload)
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         api = connect(cloud, deployment)

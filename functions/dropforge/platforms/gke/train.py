@@ -17,7 +17,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes
-from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
+from dropforge.cloud.classify import classify, classify_create, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.disks import delete_disk, list_disks
@@ -136,7 +136,7 @@ class GkeJobs:
         except Conflict:
             return  # an earlier create whose reply was lost; the next call checks the owner
         except client_errors() as error:
-            raise classify(error) from error
+            raise classify_create(error) from error
 
     def _delete_cluster(self, cloud: Cloud, name: str) -> bool:
         """Start to delete a cluster, which takes minutes; True once neither it nor its disks exist."""

@@ -14,7 +14,7 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import dns, tpu
-from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.classify import classify, client_errors, something_may_exist
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
@@ -67,13 +67,17 @@ class TpuVmServer:
         """Advance towards a machine that serves the deployment's model; its URL once its server answers."""
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
         answer: str | Waits = Waits(being_created(wanted))
-        while cloud.clock.monotonic() < deadline:
-            if self.ensure(cloud, wanted):
-                answer = self._ready(cloud, deployment, wanted)
-            if isinstance(answer, str):
-                return answer
-            cloud.clock.sleep(LOOK_SECONDS)
-        return answer
+        exists = self.ensure(cloud, wanted)
+        with something_may_exist():
+            while True:
+                if exists:
+                    answer = self._ready(cloud, deployment, wanted)
+                if isinstance(answer, str):
+                    return answer
+                cloud.clock.sleep(LOOK_SECONDS)
+                if cloud.clock.monotonic() >= deadline:
+                    return answer
+                exists = self.ensure(cloud, wanted)
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         wanted = self.machine(deployment)
