@@ -107,7 +107,7 @@ deploy: ## deploy to Google Cloud (PROJECT_ID=… REGION=…); shows its plan an
 destroy: ## remove a deployment (PROJECT_ID=… REGION=…); shows its plan and asks
 	@tools/deploy.sh destroy $(PROJECT_ID) $(REGION)
 
-tables: $(STAMP) ## regenerate the tables of permissions and of the spec's fields in docs/
+tables: $(STAMP) ## regenerate the tables of permissions and of the spec's fields, and the messages, in docs/
 	@$(BIN)/python tools/tables.py
 	@$(BIN)/python tools/spec_reference.py
 

@@ -1,6 +1,7 @@
 """Write the tables that are made from data: `--check` fails when a page differs.
 
 docs/security.md: permissions, from terraform/permissions.yaml. docs/data-formats.md: forms of rows, from their readers.
+docs/messages.md: every kind of message and run event, from the functions that write them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import row_forms
+from tools import messages, row_forms
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = r"(<!-- {name}: made by `make tables` -->\n).*?(<!-- end -->)"
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> int:
     made = {
         ("security.md", "permissions"): table(),
         ("data-formats.md", "forms"): row_forms.table(),
+        ("messages.md", "messages"): messages.text(),
     }
     different = [page for (page, name), text in made.items() if not write(page, name, text, check="--check" in argv)]
     for page in different:

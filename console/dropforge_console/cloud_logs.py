@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
-from urllib.parse import quote
 
+from dropforge.base.log import explorer
 from dropforge.run.record import LedgerEntry
 
 _OWNERS_OF_PODS = frozenset({"apps.k8s.io/Deployment", "batch.k8s.io/Job"})
@@ -22,15 +22,9 @@ def filter_of(entries: Iterable[LedgerEntry]) -> str:
 
 
 def page_of(project: str, entries: Iterable[LedgerEntry], since: datetime) -> str:
-    """Return the address of the Logs Explorer with the output of resources; "" if no resource has containers.
-
-    A time in the query replaces the page's own range of an hour:
-    https://cloud.google.com/logging/docs/view/logs-explorer-interface
-    """
-    if not (wanted := filter_of(entries)):
-        return ""
-    query = f'({wanted})\ntimestamp>="{since.isoformat(timespec="seconds")}"'
-    return f"https://console.cloud.google.com/logs/query;query={quote(query, safe='')}?project={quote(project)}"
+    """Return the address of the Logs Explorer with the output of resources; "" if no resource has containers."""
+    wanted = filter_of(entries)
+    return explorer(project, f"({wanted})", since) if wanted else ""
 
 
 def _filter(kind: str, name: str) -> str:

@@ -12,6 +12,7 @@ from dropforge.spec import JobSpec
 from .asking import prompt_of
 
 VARIABLE = "DROPFORGE_TOKEN"
+RETRIES = 5  # with growing pauses: a busy service answers 429 (docs/serving.md#a-busy-service)
 Messages = list[dict[str, str]]
 
 
@@ -40,7 +41,7 @@ def _python(endpoint: Endpoint, messages: Messages, export: str) -> str:
     key = f'os.environ["{VARIABLE}"]' if export else '"none"'
     return f"""{setup}from openai import OpenAI
 
-client = OpenAI(base_url={endpoint.base_url!r}, api_key={key})
+client = OpenAI(base_url={endpoint.base_url!r}, api_key={key}, max_retries={RETRIES})
 answer = client.chat.completions.create(
     model={endpoint.model!r},
     messages={_indented(messages)},
@@ -56,7 +57,7 @@ def _curl(endpoint: Endpoint, messages: Messages, export: str) -> str:
     header = f' \\\n  -H "Authorization: Bearer ${VARIABLE}"' if export else ""
     body = json.dumps({"model": endpoint.model, "messages": messages}, indent=2)
     return f"""{export}
-curl --fail-with-body -sS {shlex.quote(f"{endpoint.base_url}/chat/completions")}{header} \\
+curl --fail-with-body -sS --retry {RETRIES} {shlex.quote(f"{endpoint.base_url}/chat/completions")}{header} \\
   -H "Content-Type: application/json" --data-binary @- <<'END_OF_REQUEST'
 {body}
 END_OF_REQUEST""".lstrip()
@@ -66,7 +67,7 @@ def _js(endpoint: Endpoint, messages: Messages, export: str) -> str:
     setup = f"// {export}\n" if export else ""
     token = f"\n    Authorization: `Bearer ${{process.env.{VARIABLE}}}`," if export else ""
     return f"""// Node 18 or newer; save as ask.mjs
-{setup}const reply = await fetch({json.dumps(f"{endpoint.base_url}/chat/completions")}, {{
+{setup}const ask = () => fetch({json.dumps(f"{endpoint.base_url}/chat/completions")}, {{
   method: "POST",
   headers: {{
     "Content-Type": "application/json",{token}
@@ -76,6 +77,11 @@ def _js(endpoint: Endpoint, messages: Messages, export: str) -> str:
     messages: {_indented(messages)},
   }}),
 }});
+let reply = await ask();
+for (let tried = 0; reply.status === 429 && tried < {RETRIES}; tried++) {{  // the service is busy
+  await new Promise((wake) => setTimeout(wake, 1000 * 2 ** tried));
+  reply = await ask();
+}}
 if (!reply.ok) throw new Error(`HTTP ${{reply.status}}: ${{await reply.text()}}`);
 console.log((await reply.json()).choices[0].message.content);"""
 

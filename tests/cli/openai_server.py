@@ -13,7 +13,10 @@ MODEL = "text-to-sql"
 
 
 class OpenAiServer:
-    """Answers every chat with the parts in `parts`, or with the error in `refusal`; keeps the requests."""
+    """Answers every chat with the parts in `parts`, or with the error in `refusal`; keeps the requests.
+
+    The first `busy` requests get 429, as Cloud Run answers while every instance is busy.
+    """
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -22,6 +25,7 @@ class OpenAiServer:
         self.finish: str | None = "stop"
         self.refusal: tuple[int, Any] | None = None
         self.url = ""
+        self.busy = 0
 
     @property
     def prompts(self) -> list[list[tuple[str, str]]]:
@@ -30,6 +34,8 @@ class OpenAiServer:
 
     def reply(self, request: dict[str, Any]) -> tuple[int, str, bytes]:
         """The status, the type and the body of the answer to a request."""
+        if len(self.requests) <= self.busy:
+            return 429, "text/plain", b"Rate exceeded."
         if self.refusal is not None:
             return self.refusal[0], "application/json", json.dumps(self.refusal[1]).encode()
         common = {"id": "1", "created": 0, "model": MODEL}

@@ -337,6 +337,7 @@ def test_a_snippet_runs(
     columns = {"prompt": "Frage „{question}“ 🚗 'a' \"b\" $HOME `id`\n{context}", "completion": "{answer}"}
     kept: dict[str, Any] = {"target": TPU, "training": FULL, "serve": {"type": "training_vm", "ttl": "1h"}}
     served(deployed, server.url, columns=columns, **({} if has_token else kept))
+    server.busy = 3 if has_token else 0  # OpenAI's client repeats a request twice by itself
     printed = deployed.run("snippet", RUN, "--lang", lang)
     assert printed.exit_code == 0, printed.output
     text = printed.stdout
@@ -354,7 +355,7 @@ def test_a_snippet_runs(
     assert "select 1" in done.stdout
     assert server.prompts[0] == [("user", "Frage „{question}“ 🚗 'a' \"b\" $HOME `id`\n{context}")]
     if has_token:
-        assert server.tokens == ["Bearer identity-token"]
+        assert server.tokens == ["Bearer identity-token"] * 4
 
 
 def test_a_snippet_asks_a_held_out_question(deployed: Deployed, server: OpenAiServer) -> None:

@@ -123,13 +123,14 @@ class User:
         assert any(condition() for _ in looks(timeout)), f"the condition is not met after {timeout} s"
 
     def slack(self, run: str, last: str) -> list[str]:
-        """Wait until the last Slack headline about a run ends with `last`; return all its headlines in order."""
+        """Wait until the last Slack headline about a run has `last`; return all its headlines, without the short id."""
         headlines: list[str] = []
         for _ in looks(PATIENCE_SECONDS):
             with urllib.request.urlopen(f"{self.info.http}/slack/messages?containing={run}", timeout=60) as response:
                 payloads = [message["payload"] for message in json.load(response)["messages"]]
-            headlines = [payload["blocks"][0]["text"]["text"] for payload in payloads]
-            if headlines and headlines[-1].endswith(last):
+            short = f" ({run.rpartition('-')[2]})"
+            headlines = [payload["blocks"][0]["text"]["text"].replace(short, "") for payload in payloads]
+            if headlines and last in headlines[-1]:
                 break
         return headlines
 

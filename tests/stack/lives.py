@@ -126,7 +126,7 @@ def told(run: str, objects: Mapping[str, bytes], events: Iterable[Mapping[str, A
         "" if record.endpoint is None else "ended" if record.endpoint.ended else "serves",
         sorted((each.attempt, _place(each.name, run), each.state.value) for each in record.resources),
         [str(event["state"]) for event in events],
-        [next((word for word in NOTICES if text.split(" ")[-1].startswith(word)), text) for text in texts],
+        [next((word for word in NOTICES if f" {word}" in text), text) for text in texts],
         sorted(_objects(record, objects)),
     )
 

@@ -61,7 +61,7 @@ def test_an_invalid_spec_is_rejected_with_its_problems(user: User, change: Any, 
     assert stored["errors"] == record.problems
     assert user.executions(run) == []
     assert user.resources(run) == []
-    assert [headline.split()[-1] for headline in user.slack(run, "rejected")] == ["rejected"]
+    assert [" rejected: " in headline for headline in user.slack(run, "rejected")] == [True]
 
 
 def test_a_spec_with_a_disabled_secret_is_rejected(user: User) -> None:

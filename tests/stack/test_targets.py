@@ -64,10 +64,10 @@ def test_a_permanent_failure_ends_the_run_at_once(user: User, target: Part, beha
     assert record.error.error_class == error_class, record.error
     assert len(record.attempts) == 1
     assert_clean(user, run)
-    told = [headline.rsplit(" ", 1)[-1] for headline in user.slack(run, "failed")]
-    assert told[-1] == "failed"
+    told = [headline.split(" ", 2)[-1] for headline in user.slack(run, "failed")]
+    assert told[-1] == f"failed: {error_class}"
     if behave == "fail-data":  # its only message tells both
-        assert told == ["accepted", "started", "failed"]
+        assert told == ["accepted", "training started", "failed: data"]
         assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "FAILED"]
 
 
@@ -146,7 +146,7 @@ def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
     record = user.wait(run)
     assert record.state is RunState.CANCELLED
     assert_clean(user, run)
-    assert user.slack(run, "cancelled")[-1].endswith("cancelled")
+    assert user.slack(run, "cancelled")[-1].endswith("cancelled on request")
 
 
 def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,7 +411,7 @@ def test_a_notice_is_sent_until_somebody_hears_it_or_for_two_minutes(
     budget = deployment.record.budget
     assert budget is not None
     assert budget.warned is is_heard
-    assert heard[0] == notice_of(record, rollout)
+    assert heard[0] == notice_of(record, rollout, NOW)
 
 
 def test_the_record_of_another_endpoint_is_not_believed(deployment: Changes) -> None:

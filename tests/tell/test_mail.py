@@ -87,11 +87,11 @@ def test_a_message_arrives_by_tls_after_a_login(context: ssl.SSLContext, trusted
     assert server.recipients == list(TO)
     [mail] = server.mails
     message = parsed(mail)
-    assert message["Subject"] == "[dropforge] n failed"
+    assert message["Subject"] == "[dropforge] n failed: code (0123456789ab)"
     assert message["From"] == f"dropforge <{USER}>"
     assert message["To"] == ", ".join(TO)
     assert message.get_content_type() == "text/plain"
-    assert message.get_content().splitlines()[0] == "code: größer than ü . QUIT"
+    assert message.get_content().splitlines()[:2] == [news.title, "why: größer than ü . QUIT"]
 
 
 def test_the_mails_of_a_run_are_a_conversation_and_a_repeated_mail_has_its_id(server: MailServer) -> None:

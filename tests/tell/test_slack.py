@@ -109,7 +109,9 @@ def test_slack_links_no_address_channel_or_person_in_a_foreign_text() -> None:
     message = failed("see http://evil.example/x, ask @everyone in #general")
     assert len(marked_texts(message)) >= 2
     assert all(part["verbatim"] is True for part in marked_texts(message))
-    assert not any(part["text"].count("<") for part in marked_texts(message))
+    foreign, ids = marked_texts(message)
+    assert "<" not in foreign["text"]
+    assert ids["text"].count("<") == 1, "the link to the run"
 
 
 @pytest.mark.parametrize("length", range(2980, 3010))

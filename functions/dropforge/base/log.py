@@ -9,6 +9,7 @@ import json
 import sys
 from datetime import UTC, datetime
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from .names import is_run_id, trace_id
 from .redact import redact
@@ -31,6 +32,16 @@ def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fi
     # One call of write: several threads may log at the same time.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def explorer(project: str, query: str, since: datetime) -> str:
+    """The address of the Logs Explorer with the entries of a query.
+
+    A time in the query replaces the page's own range of an hour:
+    https://cloud.google.com/logging/docs/view/logs-explorer-interface
+    """
+    query = f'{query}\ntimestamp>="{since.isoformat(timespec="seconds")}"'
+    return f"https://console.cloud.google.com/logs/query;query={quote(query, safe='')}?project={quote(project)}"
 
 
 def _redacted(value: Any) -> Any:

@@ -125,7 +125,8 @@ JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
 class RunEvent(Event):
     """A state change of a run, for other systems, or a notice while the run is in `state`: then `notice` is its key.
 
-    A repeated event has the same `id`. `console_url` is the page of the run in the console; "" without a console.
+    A repeated event has the same `id`. `title` says what happened in one line. `actions` are commands to copy, by what
+    they do. `link` is the page of the run in the console; without a console, Google's page of its logs.
     """
 
     id: str
@@ -134,7 +135,9 @@ class RunEvent(Event):
     time: datetime
     name: str = ""
     notice: str | None = None
-    console_url: str = ""
+    title: str = ""
+    actions: dict[str, str] = {}
+    link: str = ""
     details: dict[str, JsonValue] = {}
 
 

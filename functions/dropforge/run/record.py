@@ -190,12 +190,17 @@ class Tone(StrEnum):
 
 
 class Notice(NamedTuple):
-    """A message to people about a run that continues, sent once. `key` is unique within the run."""
+    """A message to people about a run that continues, sent once. `key` is unique within the run.
+
+    `actions` are commands to copy, by what they do, and `cost` says what it is about costs; empty: those of the run.
+    """
 
     key: str
     headline: str
     text: str
     tone: Tone = Tone.WARNING
+    actions: dict[str, str] = {}
+    cost: str = ""
 
 
 class Queued(Stored):
@@ -549,6 +554,18 @@ class Record(Stored):
         """The most that training and endpoint have cost so far, in US dollars; None if a price is unknown."""
         training, serving = self.training_cost(now), self.serving_cost(now)
         return None if training is None or serving is None else round(training + serving, 6)
+
+    def hourly_cost(self, now: datetime) -> float | None:
+        """The most that training and endpoint cost per hour now, in US dollars; None if a price is unknown."""
+        prices = [a.usd_per_hour for a in self.attempts if a.running and not a.ended]
+        prices += [self.serving_usd_per_hour] if self.is_serving(now) else []
+        return None if None in prices else sum(price or 0.0 for price in prices)
+
+    def is_serving(self, now: datetime) -> bool:
+        """Whether the endpoint costs money now: it is being created, or it has neither ended nor expired."""
+        if self.endpoint is not None:
+            return self.endpoint.ended is None and now < self.endpoint.expires
+        return self.serving_began is not None and not self.state.is_terminal
 
     def serving_cost(self, now: datetime) -> float | None:
         """The most that the endpoint has cost so far, in US dollars: as if all its instances had run all the time.

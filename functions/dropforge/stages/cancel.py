@@ -23,7 +23,8 @@ from dropforge.cloud.executions import wake
 from dropforge.context import Context
 from dropforge.deletion import end_endpoint
 from dropforge.run.events import Request
-from dropforge.run.record import Notice, Record, RunState
+from dropforge.run.record import Record, RunState
+from dropforge.tell import notices
 from dropforge.tell.everybody import is_unstarted, tell_unstarted, warn
 from dropforge.tell.run_events import answer_unknown
 
@@ -107,8 +108,7 @@ def _tell_same_spec(context: Context, earlier: str, later: str, uploaded: dateti
         return
     if record.state.is_terminal or store.spec(later) != store.spec(earlier):
         return
-    text = f"the same spec was uploaded before under the same name: run {earlier} is {former.state}. Both runs continue"
-    warn(context, record, store.spec(later), Notice("same-spec", "has the spec of a run that continues", text))
+    warn(context, record, store.spec(later), notices.same_spec(later, earlier, former.state))
 
 
 def _request(context: Context, run: str, topic: str, by: str) -> Record | None:

@@ -17,9 +17,10 @@ from dropforge.base.errors import Conflict, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.run.places import Entry, Places, Rule, Wait
-from dropforge.run.record import Notice, Record, RunState
+from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 from dropforge.spec.policy import BrokenPolicy, ByLabel, policy_of
+from dropforge.tell import notices
 from dropforge.tell.everybody import warn
 
 from .answers import Pending
@@ -141,8 +142,7 @@ def _read(context: Context) -> tuple[Places, int]:
 
 
 def _pending(context: Context, record: Record, spec: JobSpec, wait: Wait, now: datetime) -> Pending:
-    text = f"place {wait.place} of those that wait for `{wait.rule}` of the deployment's policy; {_free(wait)}"
-    warn(context, record, spec, Notice("queued", "waits for a place", text))
+    warn(context, record, spec, notices.queued(wait.rule, wait.place, _free(wait)))
     return _turn(record.queued.since if record.queued else now, now)
 
 

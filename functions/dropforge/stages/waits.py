@@ -9,8 +9,9 @@ from datetime import datetime, timedelta
 
 from dropforge.base.redact import cut
 from dropforge.context import Context
-from dropforge.run.record import MAX_REASON, Notice, Record
+from dropforge.run.record import MAX_REASON, Record
 from dropforge.spec import JobSpec
+from dropforge.tell import notices
 from dropforge.tell.everybody import warn
 
 QUIET_SECONDS = 10  # a shorter wait needs no reason
@@ -71,10 +72,7 @@ def warn_of_wait(context: Context, record: Record, spec: JobSpec) -> Record:
     waited = context.now() - attempt.started
     if waited < WARN_AFTER or attempt.ended or not attempt.wait_reason:
         return record
-    text = (
-        f"attempt {attempt.number} waits in {attempt.region} since {attempt.started:%H:%M} UTC: {attempt.wait_reason}"
-    )
-    return warn(context, record, spec, Notice(f"waits-a{attempt.number}", "waits to train", text))
+    return warn(context, record, spec, notices.waits(attempt))
 
 
 def cancelled_while(reason: str, work: str) -> str:

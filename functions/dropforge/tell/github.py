@@ -73,11 +73,10 @@ def send(context: Context, address: Address, news: News) -> Failure | None:
 
 
 def status_of(news: News, context: str) -> dict[str, str]:
-    """The status for a message: its state, its description, and a link to the console, if there is one."""
+    """The status for a message: its state, its description, and a link to the run."""
     why = f": {news.lines[0]}" if news.error_class is not None and news.lines else ""
     description = cut(f"{news.title}{why}", MAX_DESCRIPTION)
-    status = {"state": _state(news), "description": description, "context": context}
-    return status | ({"target_url": news.link} if news.link else {})
+    return {"state": _state(news), "description": description, "context": context, "target_url": news.link}
 
 
 def _state(news: News) -> str:

@@ -1,7 +1,7 @@
-"""What a message to people says, before a channel gives it its form: a title and a few lines.
+"""What a message to people says, before a channel gives it its form: a title, a few lines, and a link.
 
-Each line is a single line, is at most MAX_LINE characters long, and has no credentials. Title, lines and the channel's
-line with the ids have at most MAX_LINES lines together.
+The lines say why, what it costs, and what to do. Each line is a single line, is at most MAX_LINE characters long, and
+has no credentials. Title, lines and the channel's line with the ids have at most MAX_LINES lines together.
 """
 
 from __future__ import annotations
@@ -13,36 +13,31 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from dropforge.base.errors import ErrorClass
-from dropforge.base.figures import NOT_FINITE
-from dropforge.base.redact import cut, redact
+from dropforge.base.figures import NOT_FINITE, duration
+from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
 from dropforge.money import short_endpoint
 from dropforge.run.events import RunEvent
 from dropforge.run.record import Endpoint, Notice, Record, RunState, Tone
 from dropforge.spec import JobSpec
 
+from .facts import MAX_LINE, cost_of, one_line, source_of
 from .run_events import notice_event, state_event
 
-MAX_LINES, MAX_LINE, MAX_TITLE = 10, 500, 140
-_SHOWN_PROBLEMS, _SHOWN_METRICS = 5, 4
-_HEADLINES = {
-    RunState.ACCEPTED: "accepted",
-    RunState.REJECTED: "rejected",
-    RunState.TRAINING: "training started",
-    RunState.SUCCEEDED: "succeeded",
-    RunState.FAILED: "failed",
-    RunState.CANCELLED: "cancelled",
-}
-_NEXT = {
+MAX_LINES = 10
+_SHOWN_PROBLEMS, _SHOWN_METRICS = 4, 4
+_TOLD = (RunState.ACCEPTED, RunState.TRAINING)  # and each end
+# What to do about an error that has no hint.
+_REMEDIES = {
     ErrorClass.QUOTA: "raise the quota or add placements, then submit the spec again",
     ErrorClass.STOCKOUT: "add placements in other regions, then submit the spec again",
     ErrorClass.GATE: "train with other data or settings, or change the gate; the model is kept, but not served",
-    ErrorClass.PARITY: "see docs/serving.md#parity; the model is kept, but not served",
+    ErrorClass.PARITY: "find the difference that the message names; the model is kept, but not served",
     ErrorClass.DEADLINE: "raise limits.max_duration, then submit the spec again",
     ErrorClass.BUDGET: "raise limits.max_cost_usd, then submit the spec again",
     ErrorClass.OUT_OF_MEMORY: "reduce max_length or the batch, or choose a larger accelerator, then submit again",
 }
-_NEXT_ELSE = "correct the cause, then submit the spec again; docs/operations.md#error-classes explains each class"
+_REMEDY = "correct the cause, then submit the spec again"
 
 
 class Line(NamedTuple):
@@ -58,19 +53,24 @@ class Line(NamedTuple):
 
 
 class News(NamedTuple):
-    """A message for every channel. `event` is the run event about the same; its id is the id of the message.
+    """A message for every channel. `event` is the run event about the same: it has the id, the title and the link.
 
-    `link` is the page of the run in the console, or "". `error_class` says why the run failed. `tone` is that of a
-    notice.
+    `error_class` says why the run failed. `tone` is that of a notice.
     """
 
     event: RunEvent
     state: RunState
-    title: str
     lines: tuple[Line, ...]
-    link: str = ""
     error_class: ErrorClass | None = None
     tone: Tone = Tone.WARNING
+
+    @property
+    def title(self) -> str:
+        return self.event.title
+
+    @property
+    def link(self) -> str:
+        return self.event.link
 
     @property
     def is_notice(self) -> bool:
@@ -81,56 +81,50 @@ class News(NamedTuple):
         """Whether the message reports the end of the run."""
         return self.state.is_terminal and not self.is_notice
 
+    def __str__(self) -> str:
+        """The message as plain text."""
+        return "\n".join([self.title, *map(str, self.lines), f"run: {self.event.run}", f"page: {self.link}"])
+
 
 def state_news(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> News | None:
     """The message for the present state of a record; None for a state without a message."""
-    headline = _HEADLINES.get(record.state)
-    if headline is None:
+    if record.state not in _TOLD and not record.state.is_terminal:
         return None
-    lines = tuple(line for line in _lines(record, spec, settings, now) if line.text)
-    event, title = state_event(record, record.state, settings, now), _title(record, headline)
+    event = state_event(record, record.state, settings, now)
     error_class = record.error.error_class if record.error else None
-    return News(event, record.state, title, lines, settings.page_of(record.run), error_class)
+    return News(event, record.state, _lines(_facts(record, spec, settings, now), event), error_class)
 
 
 def notice_news(record: Record, notice: Notice, settings: Settings, now: datetime) -> News:
     """The message for a notice."""
-    lines = (Line("", one_line(notice.text)),)
-    event, title = notice_event(record, notice, settings, now), _title(record, notice.headline)
-    return News(event, record.state, title, lines, settings.page_of(record.run), tone=notice.tone)
+    event = notice_event(record, notice, settings, now)
+    facts = [Line("why", one_line(notice.text)), Line("cost", notice.cost or cost_of(record, now))]
+    return News(event, record.state, _lines(facts, event), tone=notice.tone)
 
 
-def one_line(text: str, limit: int = MAX_LINE) -> str:
-    """A foreign text in one line, without credentials, control characters and marks that reorder a text."""
-    shown = "".join(c if c.isprintable() else " " for c in redact(text))
-    return cut(" ".join(shown.split()), limit)
+def _lines(facts: list[Line], event: RunEvent) -> tuple[Line, ...]:
+    """The facts that are known, and the actions, but for those that a fact names already."""
+    known = [line for line in facts if line.text]
+    named = "\n".join(line.text for line in known)
+    actions = [Line(label, command, is_code=True) for label, command in event.actions.items() if command not in named]
+    return (*known, *actions)
 
 
-def _title(record: Record, headline: str) -> str:
-    return one_line(f"{record.name or record.run} {headline}", MAX_TITLE)
-
-
-def _lines(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[Line]:
+def _facts(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[Line]:
+    """Why the run is in its state, what it costs, and what else a person wants to know: the most important first."""
+    origin, cost = Line("from", source_of(record)), Line("cost", cost_of(record, now))
     if record.state is RunState.ACCEPTED:
-        budget = Line("budget", one_line(short_endpoint(spec)) if spec else "")
-        return [Line("from", one_line(f"{record.submitter} {record.source}".strip())), budget, _more(record, settings)]
+        return [origin, cost, Line("budget", one_line(short_endpoint(spec)) if spec else "")]
     if record.state is RunState.REJECTED:
-        return [*_problems(record), Line("details", f"gs://{settings.runs_bucket}/runs/{record.run}/errors.json")]
+        return [*_problems(record), origin, cost]
     if record.state is RunState.TRAINING:
         where = record.attempts[-1]
-        text = f"attempt {where.number} on {_machines(spec)} in {where.region}"
-        return [Line("where", text), _more(record, settings)]
-    money = [Line("cost", _cost(record, now)), Line("time", _time(record, now))]
+        return [Line("where", f"attempt {where.number} on {_machines(spec)} in {where.region}"), cost]
+    spent = [cost, Line("time", _time(record, now))]
     if record.state is RunState.SUCCEEDED:
         served = _served(record.endpoint, record, spec, settings) if record.endpoint else [_unserved(spec)]
-        return [Line("result", _result(record)), *money, *served, _more(record, settings)]
-    return [*_failure(record, settings), *money, _more(record, settings)]
-
-
-def _more(record: Record, settings: Settings) -> Line:
-    """Where the run and its log are shown."""
-    page = settings.page_of(record.run)
-    return Line("more", f"{page} or `dropforge logs {record.run}`" if page else f"dropforge logs {record.run}", page)
+        return [Line("result", _result(record)), origin, *spent, *served]
+    return [*_failure(record), origin, *spent, Line("files", _files(record, settings))]
 
 
 def _problems(record: Record) -> list[Line]:
@@ -170,31 +164,14 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _cost(record: Record, now: datetime) -> str:
-    training = record.training_cost(now)
-    parts = ["training: price unknown" if training is None else f"training ${training:,.2f}"]
-    if (endpoint := record.endpoint) is not None:
-        cost = record.serving_cost(endpoint.expires)
-        price = "price unknown" if cost is None else f"at most ${cost:,.2f}"
-        parts.append(f"endpoint {price} until it ends at {endpoint.expires:%Y-%m-%d %H:%M} UTC")
-    return ", ".join(parts)
-
-
 def _time(record: Record, now: datetime) -> str:
     spent = record.stage_seconds(now)
     if not spent:
         return ""
-    parts = [f"{_minutes(sum(spent.values()))} in all"]
+    parts = [f"{duration(sum(spent.values()))} in all"]
     if training := spent.get(RunState.TRAINING):
-        parts.append(f"{_minutes(training)} of it training")
+        parts.append(f"{duration(training)} of it training")
     return ", ".join(parts)
-
-
-def _minutes(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _unserved(spec: JobSpec | None) -> Line:
@@ -236,13 +213,17 @@ def _token_command(run: str, spec: JobSpec | None, settings: Settings) -> str:
     return f"gcloud secrets versions access latest --secret={secret}" if secret else "gcloud auth print-identity-token"
 
 
-def _failure(record: Record, settings: Settings) -> list[Line]:
+def _failure(record: Record) -> list[Line]:
+    """Why the run ended, and what to do: the hint of the error, or what helps against its class."""
     if (error := record.error) is None:
         return []
-    lines = [Line(error.error_class, one_line(error.message)), Line("hint", one_line(error.hint))]
-    if record.state is RunState.FAILED:
-        lines.append(Line("next", _NEXT.get(error.error_class, _NEXT_ELSE)))
-    return [*lines, Line("files", f"gs://{settings.runs_bucket}/models/{record.run}/" if record.attempts else "")]
+    remedy = error.hint or (_REMEDIES.get(error.error_class, _REMEDY) if record.state is RunState.FAILED else "")
+    return [Line("why", one_line(error.message)), Line("do", one_line(remedy))]
+
+
+def _files(record: Record, settings: Settings) -> str:
+    """Where the model of a run is that is not served; "" without a manifest, from which its metrics are."""
+    return f"gs://{settings.runs_bucket}/models/{record.run}/" if record.metrics else ""
 
 
 def _machines(spec: JobSpec | None) -> str:

@@ -24,7 +24,8 @@ from dropforge.run.spans import Span, Value, read_steps, spans_of
 from dropforge.spec import JobSpec
 
 from .channel import Failure
-from .news import News, one_line
+from .facts import one_line
+from .news import News
 from .outgoing import post
 
 NAME = "otlp"

@@ -35,12 +35,13 @@ def _endpoint(record: Record, spec: JobSpec) -> dict[str, Any] | None:
 def cost(record: Record, now: datetime) -> dict[str, Any]:
     """The cost of a run by part, in US dollars, and the highest further cost of the endpoint; null without a price.
 
-    `endpoint_at_most` is the cost so far if all instances ran all the time; `endpoint_until_it_expires` is the same sum
-    at the endpoint's expiry.
+    `per_hour_at_most` is what it costs now. `endpoint_at_most` is the cost so far if all instances ran all the time;
+    `endpoint_until_it_expires` is the same sum at the endpoint's expiry.
     """
     lasts = record.endpoint.expires if record.endpoint and not record.endpoint.ended else now
     return {
         "attempts": [None if (usd := a.cost(now)) is None else round(usd, 6) for a in record.attempts],
+        "per_hour_at_most": record.hourly_cost(now),
         "training": record.training_cost(now),
         "endpoint_at_most": record.serving_cost(now),
         "endpoint_until_it_expires": record.serving_cost(lasts),

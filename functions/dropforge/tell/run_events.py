@@ -15,6 +15,7 @@ from dropforge.context import Context
 from dropforge.run.events import Request, RunEvent, run_event_message
 from dropforge.run.record import Notice, Record, RunState, Transition
 
+from .facts import actions_of, link_of, title_of, what_of
 from .report import cost
 
 PUBLISH_TIMEOUT_SECONDS = 20
@@ -48,7 +49,9 @@ def state_event(record: Record, state: RunState, settings: Settings, now: dateti
         state=state,
         time=entered.time,
         name=record.name,
-        console_url=settings.page_of(record.run),
+        title=title_of(record, what_of(record, state)),
+        actions=actions_of(record, state, now),
+        link=link_of(record, settings),
         details=_details(record, entered, now),
     )
 
@@ -62,8 +65,10 @@ def notice_event(record: Record, notice: Notice, settings: Settings, now: dateti
         time=now,
         name=record.name,
         notice=notice.key,
-        console_url=settings.page_of(record.run),
-        details={"text": notice.text, "cost_usd": record.cost(now)},
+        title=title_of(record, notice.headline),
+        actions=notice.actions or actions_of(record, record.state, now),
+        link=link_of(record, settings),
+        details={"text": notice.text, "cost_usd": cost(record, now)},
     )
 
 
@@ -90,6 +95,7 @@ def _answer(context: Context, subject: str, kind: str, request: Request, **detai
         state=UNKNOWN,
         time=context.now(),
         notice=key,
+        title=f"{subject}: a request to topic {request.topic} changed nothing",
         details={"topic": request.topic, "message": request.message, **details},
     )
 
@@ -102,6 +108,7 @@ def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
         state=UNKNOWN,
         time=context.now(),
         notice="ignored",
+        title=text,
         details={"object": uri, "text": text},
     )
     publish(context, event)
@@ -147,7 +154,7 @@ def _raise(error: Exception) -> None:
 
 
 def _details(record: Record, entered: Transition, now: datetime) -> dict[str, Any]:
-    details: dict[str, Any] = {"source": record.source}
+    details: dict[str, Any] = {"source": record.source, "cost_usd": cost(record, now)}
     if record.submitter:
         details["submitter"] = record.submitter
     if entered.attempt:
@@ -160,5 +167,4 @@ def _details(record: Record, entered: Transition, now: datetime) -> dict[str, An
         details["problems"] = record.problems
         details["endpoint"] = record.endpoint.model_dump(mode="json") if record.endpoint else None
         details["parity"] = record.parity.state if record.parity else None
-        details["cost_usd"] = cost(record, now)
     return details

@@ -29,7 +29,7 @@ from .values import Unreadable, value_of
 
 NAME = "slack"
 MAX_HEADER, MAX_SECTION = 150, 3000
-_LINK = re.compile(r"https?://[A-Za-z0-9.:/_-]{1,255}")
+_LINK = re.compile(r"https?://[A-Za-z0-9.:/_%;=?-]{1,500}")
 _HALF_ENTITY = re.compile(r"&[a-z]{0,3}\Z")
 _EMOJI = {
     RunState.ACCEPTED: ":inbox_tray:",
@@ -78,8 +78,7 @@ def address_of(spec: JobSpec | None, settings: Settings) -> Address | None:
 def message_of(news: News) -> Message:
     """The Slack message for a message."""
     emoji = _TONES[news.tone] if news.is_notice else _EMOJI[news.state]
-    where = f"run `{news.event.run}` · {news.event.id}"
-    return Message(_escaped(news.title), [_header(f"{emoji} {news.title}"), *_sections(news), _context(where)])
+    return Message(_escaped(news.title), [_header(f"{emoji} {news.title}"), *_sections(news), _context(news)])
 
 
 def send(context: Context, address: Address, news: News) -> Failure | None:
@@ -198,7 +197,7 @@ def _sections(news: News) -> list[dict[str, Any]]:
 
 def _marked(line: Line) -> str:
     """A line in Slack's markup. Of its addresses, only its own link becomes a link."""
-    link = f"<{line.link}|{line.link}>" if _LINK.fullmatch(line.link) else ""
+    link = _linked(line.link, line.link)
     label = f"*{_escaped(line.label)}* " if line.label else ""
     shown = _HALF_ENTITY.sub("", _escaped(line.text)[: MAX_SECTION - len(label) - len(link) - 2])
     if line.is_code:
@@ -206,8 +205,14 @@ def _marked(line: Line) -> str:
     return label + (shown.replace(_escaped(line.link), link, 1) if link else shown)
 
 
-def _context(text: str) -> dict[str, Any]:
-    return {"type": "context", "elements": [_verbatim(_escaped(text))]}
+def _linked(link: str, text: str) -> str:
+    return f"<{link}|{text}>" if _LINK.fullmatch(link) else ""
+
+
+def _context(news: News) -> dict[str, Any]:
+    ids = _escaped(f"run `{news.event.run}` · {news.event.id}")
+    text = " · ".join(filter(None, [_linked(news.link, "open the run"), ids]))
+    return {"type": "context", "elements": [_verbatim(text)]}
 
 
 def _verbatim(text: str) -> dict[str, Any]:

@@ -85,8 +85,7 @@ def message_of(news: News, sender: Mailbox, to: tuple[str, ...]) -> EmailMessage
     message["Message-ID"] = f"<{news.event.id.replace('/', '.')}@{sender.domain}>"
     message["References"] = f"<{news.event.run}@{sender.domain}>"
     message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no automatic replies
-    where = [f"run {news.event.run}", f"message {news.event.id}"]
-    message.set_content("\n".join([*map(str, news.lines), "", *where, *filter(None, [news.link])]) + "\n")
+    message.set_content(f"{news}\nmessage: {news.event.id}\n")
     return message
 
 

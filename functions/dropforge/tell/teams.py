@@ -56,9 +56,8 @@ def message_of(news: News) -> dict[str, Any]:
         "version": "1.4",
         "msteams": {"width": "Full"},
         "body": [title, *map(_line, news.lines), where],
+        "actions": [{"type": "Action.OpenUrl", "title": "Open the run", "url": news.link}],
     }
-    if news.link:
-        card["actions"] = [{"type": "Action.OpenUrl", "title": "Open the run", "url": news.link}]
     attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [attachment]}
 

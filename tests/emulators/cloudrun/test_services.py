@@ -149,6 +149,15 @@ def test_requests_above_the_concurrency_wait(cloud: Any, make: Any) -> None:
     assert time.monotonic() - begun > 1.1
 
 
+def test_a_busy_service_refuses_requests_without_asking_its_instance(cloud: Any, make: Any) -> None:
+    service = deploy(cloud, make)
+    cloud.faults(busy=2)
+    assert [status(f"{service.uri}/") for _ in range(3)] == [429, 429, 200]
+    for wrong in (-1, True, "3"):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            cloud.faults(busy=wrong)
+
+
 def test_request_past_the_timeout_is_504(cloud: Any, make: Any) -> None:
     service = deploy(cloud, make, timeout="1s")
     assert status(f"{service.uri}/slow?s=5") == 504

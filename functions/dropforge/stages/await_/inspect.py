@@ -10,13 +10,12 @@ import math
 from datetime import datetime, timedelta
 
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
-from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, read_job_events
-from dropforge.run.record import MAX_REASON, Notice, Outcome, Record, RunError, RunState
+from dropforge.run.record import Notice, Outcome, Record, RunError, RunState
 from dropforge.run.standstill import standstill
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
@@ -24,11 +23,11 @@ from dropforge.stages.answers import Failed, Gate, Succeeded, Superseded, Waitin
 from dropforge.stages.looks import next_reason
 from dropforge.stages.retries import retry_or_fail
 from dropforge.stages.waits import cancelled_while, note_wait, warn_of_wait
+from dropforge.tell import notices
 from dropforge.tell.everybody import tell, warn
 
 from .decide import Heard, Verdict, decide, hear
 
-MAX_TRUNCATED = 0.01  # share of the rows
 InspectAnswer = Waiting | Succeeded | Failed | Superseded
 
 
@@ -161,15 +160,15 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
 
 
 def _stuck_notice(stuck: RunError, record: Record, spec: JobSpec, now: datetime) -> Notice:
-    """The notice about a stuck attempt: the fault, the effect of `limits.on_stuck`, and a hint."""
+    """The notice about a stuck attempt: the fault, and the effect of `limits.on_stuck`."""
     ended = record.with_end(record.attempt, stuck, now)
     if spec.limits.on_stuck == "notify":
-        follows = "It goes on, because limits.on_stuck is 'notify'"
+        follows = "It continues, because limits.on_stuck is 'notify'"
     elif retry_or_fail(ended, spec, stuck, now).retry:
         follows = "Another attempt resumes from the last checkpoint"
     else:
         follows = "The run ends; its checkpoints are kept"
-    return Notice(f"stuck-a{record.attempt}", "is stuck", f"{stuck.message}. {follows}. What to do: {stuck.hint}")
+    return notices.stuck(record.attempt, stuck.message, follows)
 
 
 def _step(store: RunStore, run: str, progress: list[str]) -> int | None:
@@ -285,7 +284,12 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
     if not is_current(record):
         return superseded(record)
     _tell_training(context, _before_teardown(record), attempt, spec, is_over=True)
-    for notice in (_truncation(spec, metrics), _beyond(metrics), _unused(manifest.unused_fields), _not_finite(odd)):
+    for notice in (
+        notices.truncated(metrics, spec.training.max_length),
+        notices.beyond(metrics),
+        notices.unused(manifest.unused_fields),
+        notices.not_finite(odd),
+    ):
         if notice is not None:
             record = warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=gate)
@@ -312,44 +316,6 @@ def _before_teardown(record: Record) -> Record:
     """The record of a run in teardown as it was when it trained, for the message of that."""
     is_after = record.state is RunState.TEARING_DOWN
     return record.model_copy(update={"state": RunState.TRAINING}) if is_after else record
-
-
-def _not_finite(odd: dict[str, float]) -> Notice | None:
-    """A notice about the metrics that are NaN or infinite: the record has no value for them."""
-    if not odd:
-        return None
-    told = cut(", ".join(f"{name} is {value}" for name, value in odd.items()), MAX_REASON)
-    text = f"{told}: lists and reports have no value of it"
-    return Notice("metrics-not-finite", "has metrics that are not finite", text)
-
-
-def _truncation(spec: JobSpec, metrics: dict[str, float | None]) -> Notice | None:
-    """A notice if more than MAX_TRUNCATED of the rows were cut: the model has not seen how their answers end."""
-    cut_rows, rows = metrics.get("rows_truncated") or 0, metrics.get("rows_train") or 0
-    if cut_rows <= rows * MAX_TRUNCATED:
-        return None
-    length = spec.training.max_length
-    text = (
-        f"{cut_rows:.0f} of {rows:.0f} rows were cut after {length} tokens: raise training.max_length, or shorten them"
-    )
-    return Notice("rows-truncated", "has trained on cut rows", text)
-
-
-def _beyond(metrics: dict[str, float | None]) -> Notice | None:
-    """A notice if answers were too long for the evaluation: a low exact match then says nothing about the model."""
-    beyond, limit = metrics.get("answers_beyond") or 0, metrics.get("max_new_tokens") or 0
-    if not beyond:
-        return None
-    text = f"{beyond:.0f} held-out answers are longer than {limit:.0f} tokens and count as wrong: raise "
-    return Notice("answers-beyond", "has not judged its longest answers", f"{text}evaluation.max_new_tokens")
-
-
-def _unused(fields: list[str]) -> Notice | None:
-    """A notice about fields of the data that nothing has read: the author may have meant something by them."""
-    if not fields:
-        return None
-    text = f"{', '.join(fields)}: if one of them should teach something, write it into the messages or the templates"
-    return Notice("fields-unused", "has not used fields of its data", text)
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:

@@ -19,14 +19,14 @@ from dropforge.deletion import delete_remaining, end_endpoint
 from dropforge.money import due_of_budget
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import launch_of
-from dropforge.run.record import END_TOLD, Notice, Record, RunState
+from dropforge.run.record import END_TOLD, Record, RunState
 from dropforge.stages.ending import finish
 from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
 from dropforge.tell.everybody import tell, tell_unstarted, warn
+from dropforge.tell.notices import ENDPOINT_LOST, endpoint_ended, endpoint_lost
 
 LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has crashed
 LOST_FOR = timedelta(days=7)  # an older spec was swept for a week, or was there before the deployment
-ENDPOINT_LOST = "endpoint-lost"  # the key of a notice
 # A call that read the record before the run's end may write into the ledger after the end. Such a call lasts at most as
 # long as a function may (540 s, terraform/functions.tf); until then the run keeps its open mark.
 LATE_FOR = timedelta(minutes=15)
@@ -179,11 +179,7 @@ def _has_lost_endpoint(context: Context, record: Record, listed: frozenset[str])
     record = store.record(record.run)
     if record.endpoint is None or not _is_served(record, context.now()):
         return False
-    text = (
-        f"{record.endpoint.service} does not exist any more, and its time was not over: it was deleted from outside. "
-        f"What is left of the endpoint is deleted as well; the model is kept"
-    )
-    notice = Notice(ENDPOINT_LOST, "has lost its endpoint", text)
+    notice = endpoint_lost(record, record.endpoint, context.now())
     # If people were not told, the next sweep finds the endpoint lost again.
     return notice.key in warn(context, record, spec, notice).notices
 
@@ -200,10 +196,7 @@ def _tell_of_endpoint(context: Context, record: Record) -> bool:
         reason = "a user has cancelled it"
     elif endpoint.limit == "max_cost_usd":
         reason = "the budget is spent"
-    cost = record.serving_cost(context.now())
-    price = "" if cost is None else f"; it cost at most ${cost:.2f}"
-    text = f"{endpoint.service} is deleted: {reason}{price}. The model is kept"
-    notice = Notice("endpoint-ended", "is not served any more", text)
+    notice = endpoint_ended(record, endpoint, reason, context.now())
     return notice.key in warn(context, record, spec, notice).notices
 
 

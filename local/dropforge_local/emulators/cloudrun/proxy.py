@@ -32,12 +32,14 @@ class Listener:
         route: Callable[[], Pool | None],
         is_allowed: Callable[[Mapping[str, str]], bool],
         count: Callable[[Pool, int, float], None],
+        take_busy: Callable[[], bool],
     ) -> None:
         self.port = port
         self._session = session
         self._route = route
         self._is_allowed = is_allowed
         self._count = count
+        self._take_busy = take_busy
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
@@ -60,6 +62,8 @@ class Listener:
         pool = self._route()
         if pool is None:
             return refuse(503, "Service Unavailable: no revision is ready.")
+        if self._take_busy():  # the instances that may exist had all their requests for too long
+            return refuse(429, "Rate exceeded.")
         began = asyncio.get_running_loop().time()
         response = await self._answer(request, pool)
         self._count(pool, response.status, asyncio.get_running_loop().time() - began)

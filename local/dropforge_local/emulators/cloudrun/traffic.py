@@ -126,6 +126,7 @@ class Traffic:
             lambda: self._route(name, tag),
             lambda headers: self._is_allowed(name, headers),
             self._count,
+            self._context.faults.take_busy,
         )
         try:
             await listener.start()
