@@ -51,7 +51,9 @@ def on_spec_uploaded(event: Any) -> None:
     """Cloud Storage `finalized` in the specs bucket."""
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
-        submit_object(context(), upload.bucket, upload.name, str(upload.generation), upload.size)
+        submit_object(
+            context(), upload.bucket, upload.name, str(upload.generation), upload.size, upload.again, upload.md5
+        )
     elif upload:
         ignore_object(context(), upload.bucket, upload.name, str(upload.generation))
 

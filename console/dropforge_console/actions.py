@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dropforge.base import names
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.objects import write_once
 from dropforge.context import Context
 from dropforge.plan import Plan, make_plan
 from dropforge.run.events import REQUESTED_BY
@@ -62,9 +63,7 @@ def submit(text: str, context: Context, person: Person) -> str:
     blob = context.cloud.clients.storage().bucket(context.settings.specs_bucket).blob(name)
     if person.email:
         blob.metadata = {names.SUBMITTER: person.email}
-    blob.upload_from_string(
-        text.encode(), content_type="application/json", if_generation_match=0, timeout=TIMEOUT_SECONDS
-    )
+    write_once(blob, text.encode(), 0)
     return names.run_id_of_object(context.settings.specs_bucket, name, blob.generation)
 
 

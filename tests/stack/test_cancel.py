@@ -56,8 +56,8 @@ def test_overwriting_a_spec_cancels_nothing(user: User) -> None:
     first = user.drop(user.spec("hang"), name)
     user.wait(first, "TRAINING")
     generation = str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
-    second = user.drop(user.spec("hang"), name)
-    user.wait_for(second, lambda record: True)  # without a record, `cancel_deleted` asks for another delivery
+    second = user.drop(user.spec("hang", name="other"), name)
+    user.wait_for(second, lambda record: True)
     cancel_deleted(user.settings.specs_bucket, name, generation)
     assert user.store.record(first).cancel_requested is None
     for run in (first, second):

@@ -182,6 +182,13 @@ class Upload(BaseModel):
     name: str = Field(min_length=1)
     generation: int
     size: int = 0
+    metadata: dict[str, str] = {}
+    md5: str = Field(default="", alias="md5Hash")  # in base64; an object that was composed has none
+
+    @property
+    def again(self) -> str:
+        """What the submitter wrote to get another run of the same spec."""
+        return self.metadata.get(names.AGAIN, "")
 
 
 def uploaded_object(event_data: Any) -> Upload:
@@ -219,12 +226,19 @@ class Request(NamedTuple):
 
     Cloud Pub/Sub does not say who published a message. IAM decides who may publish on a topic, so the topic is the
     source of the request. `by` is the person for whom the console sends the message, "" for every other publisher.
+    `again` is what the publisher wrote to get another run of the same spec.
     """
 
     topic: str
     key: str
     message: str
     by: str = ""
+    again: str = ""
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the publisher gave the message an idempotency key."""
+        return self.key != self.message
 
     @property
     def who(self) -> str:
@@ -245,7 +259,8 @@ def request_message(event_data: Any, event_source: str, console_topic: str) -> t
     data, attributes, message = pubsub_message(event_data)
     topic, key = source[1], str(attributes.get("idempotency_key") or message)
     named = str(attributes.get(REQUESTED_BY, "")) if topic == console_topic else ""
-    return data, Request(topic, key, message, named if names.is_email(named) else "")
+    again = str(attributes.get(names.AGAIN, ""))
+    return data, Request(topic, key, message, named if names.is_email(named) else "", again)
 
 
 def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:

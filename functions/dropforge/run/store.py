@@ -367,9 +367,17 @@ class RunStore:
         return None
 
     def _load(self, run: str) -> Known:
-        """Read a record and remember it. Raises NotFound and Malformed."""
+        """Read a record and remember it. The id of a repeated request leads to the run that the request has joined.
+
+        Raises NotFound and Malformed.
+        """
         name = names.record_object(run)
-        data, generation = self.read(name)
+        try:
+            data, generation = self.read(name)
+        except NotFound:
+            if not (joined := self._joined(run)):
+                raise
+            return self._load(joined)
         where = f"gs://{self.bucket.name}/{name}"
         try:
             record = Record.model_validate_json(data)
@@ -378,6 +386,14 @@ class RunStore:
         if run != record.run:
             raise Malformed(f"{where} is the record of {cut(record.run, 80)!r}; expected the run in its name")
         return self._remember(Known(record, generation))
+
+    def _joined(self, run: str) -> str:
+        """The run that a repeated request has joined (run/intents.py); "" for another id."""
+        try:
+            joined = str(json.loads(self.read(names.joined_object(run)).data)["run"])
+        except NotFound:
+            return ""
+        return joined if names.is_run_id(joined) and joined != run else ""
 
     def _put(self, record: Record, generation: int) -> bool:
         """Write a record if its object's generation is `generation`, and remember it; False otherwise."""

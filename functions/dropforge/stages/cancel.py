@@ -29,8 +29,6 @@ from dropforge.tell.run_events import answer_unknown
 
 from .places import leave
 
-RECORD_WITHIN = timedelta(minutes=1)  # by then an uploaded spec has a record, unless its submit fails
-
 
 def cancel_requested(context: Context, run: str, request: Request) -> None:
     """Cancel the run that a message names, if the message comes from the run's own topic or from an operator.
@@ -72,43 +70,19 @@ def cancel(context: Context, run: str, request: Request | None = None, topic: st
 def cancel_deleted(context: Context, bucket: str, name: str, generation: str) -> None:
     """Cancel the run of a deleted spec object, unless the run has ended or the object was overwritten.
 
-    Users may delete specs of finished runs: the endpoint of a finished run stays. An upload under the same name is
-    another run, and Cloud Storage reports the replaced object as deleted.
+    Users may delete specs of finished runs: the endpoint of a finished run stays. Cloud Storage reports a replaced
+    object as deleted, too. Where the same spec was uploaded again, its object stands for the run that both have.
     """
     run = names.run_id_of_object(bucket, name, generation)
     blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
     if blob is not None:
         context.log("the spec was overwritten", stage="submit", run=run, by=str(blob.generation))
-        later = names.run_id_of_object(bucket, name, str(blob.generation))
-        if later != run:
-            _tell_same_spec(context, run, later, blob.time_created)
         return
     record = context.store.find(run)
     if record is not None and record.state.is_terminal and not is_unstarted(record):
         context.log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
         return
     cancel(context, run)
-
-
-def _tell_same_spec(context: Context, earlier: str, later: str, uploaded: datetime) -> None:
-    """Tell people if an upload under the same name started a run with the spec of a run that still works.
-
-    Both runs cost money, and perhaps the user did not want the second run. Raises RetryLater while the later run has no
-    record yet.
-    """
-    store = context.store
-    former = store.find(earlier)
-    if former is None or former.state.is_terminal or former.cancel_requested:
-        return
-    record = store.find(later)
-    if record is None:
-        if context.now() - uploaded < RECORD_WITHIN:
-            raise RetryLater(f"run {later}, whose spec overwrote that of run {earlier}, has no record yet")
-        return
-    if record.state.is_terminal or store.spec(later) != store.spec(earlier):
-        return
-    text = f"the same spec was uploaded before under the same name: run {earlier} is {former.state}. Both runs continue"
-    warn(context, record, store.spec(later), Notice("same-spec", "has the spec of a run that continues", text))
 
 
 def _request(context: Context, run: str, topic: str, by: str) -> Record | None:

@@ -94,6 +94,16 @@ def _answer(context: Context, subject: str, kind: str, request: Request, **detai
     )
 
 
+def answer_joined(context: Context, record: Record, repeat: str, source: str, text: str) -> str:
+    """Answer a request that joined a run. Returns the problem, or "".
+
+    `repeat` is the id that a run of its own would have; `source` names its object or message.
+    """
+    event = notice_event(record, Notice(f"joined-{repeat}", "", text), context.settings, context.now())
+    details = {**event.details, "joined": repeat, "source": source}
+    return publish(context, event.model_copy(update={"details": details}))
+
+
 def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
     """Answer the upload of an object that is no spec. `run` would be its run. An event that is lost is only logged."""
     event = RunEvent(
