@@ -16,7 +16,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.objects import write_once
 from dropforge.context import Context
 from dropforge.plan import Plan, make_plan
-from dropforge.run.events import REQUESTED_BY
+from dropforge.run.events import REQUESTED_BY, REQUESTED_WITH
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.stages.admission import rule_problems, shape_of
@@ -76,7 +76,7 @@ def request(content: dict[str, str], context: Context, person: Person) -> None:
     name: str = getattr(context.settings, setting)
     if not name:
         raise DropforgeError(f"this deployment has no {setting}, so nobody can request a change here")
-    attributes = {REQUESTED_BY: person.email} if person.email else {}
+    attributes = {REQUESTED_BY: person.email} if person.email else {REQUESTED_WITH: "the console"}
     sent = context.cloud.clients.publisher().publish(
         context.settings.topic(name), json.dumps(content).encode(), timeout=TIMEOUT_SECONDS, **attributes
     )

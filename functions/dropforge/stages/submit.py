@@ -159,9 +159,7 @@ def note_execution(context: Context, record: Record, execution: str) -> Record:
     return context.store.update(record.run, lambda latest: latest.claimed(execution))
 
 
-def read_spec(
-    context: Context, bucket: str, name: str, generation: str | None, size: int, md5: str = ""
-) -> bytes:
+def read_spec(context: Context, bucket: str, name: str, generation: str | None, size: int, md5: str = "") -> bytes:
     """The bytes of a spec object. Raises InvalidSpec if the object is too large, or exists no longer.
 
     `md5`: the digest of the bytes, in base64. If a repeated upload has replaced the generation, the present generation
@@ -285,14 +283,17 @@ def _submit(context: Context, run: str, source: str, data: bytes, intent: str = 
 
 
 def _join(context: Context, record: Record, mine: Intent) -> None:
-    """Answer a request that joined a run, and tell people once. A cancel of the request meanwhile cancels the run."""
-    text = f"{mine.source} asks for the same as run {record.run} and joins this run: no other run is paid; {ANOTHER_RUN}"
+    """Answer a request that joined a run, and tell people once. A cancel of the request ends a run that still works."""
+    text = (
+        f"{mine.source} asks for the same as run {record.run} and joins this run: no other run is paid; {ANOTHER_RUN}"
+    )
     context.log("joined", stage="submit", run=record.run, severity="NOTICE", source=mine.source)
-    if context.store.has_cancel(mine.run, record.topic):
-        cancel(context, record.run)
+    if not record.state.is_terminal and context.store.has_cancel(mine.run, record.topic):
+        cancel(context, record.run, cause=context.store.early_cause(mine.run, record.topic))
     if problem := answer_joined(context, record, mine.run, mine.source, text):
         raise CloudError(ErrorClass.TRANSIENT, problem)
-    warn(context, record, context.store.spec(record.run), Notice("joined", "was asked for again", text, Tone.NEWS))
+    if record.state is not RunState.REJECTED:  # by another delivery, just now
+        warn(context, record, context.store.spec(record.run), Notice("joined", "was asked for again", text, Tone.NEWS))
 
 
 def _accept(context: Context, intent: Intent, spec: JobSpec) -> Record:
@@ -345,7 +346,7 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
     delivery or the sweep continues.
     """
     if context.store.has_cancel(record.run, record.topic):
-        cancel(context, record.run)
+        cancel(context, record.run, cause=context.store.early_cause(record.run, record.topic))
         return context.store.record(record.run)
     if execution:  # it was started after everybody was told
         return note_execution(context, record, execution)
@@ -356,7 +357,7 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
 
 def _cancel_unread(context: Context, run: str, source: str) -> Record:
     """The record of a run whose spec was deleted, or cancelled, before it was read: the run has ended."""
-    now = context.now()
+    now, cause = context.now(), context.store.early_cause(run, "")
     history = [Transition(state=RunState.CANCELLED, time=now)]
     record = Record(
         run=run,
@@ -367,6 +368,8 @@ def _cancel_unread(context: Context, run: str, source: str) -> Record:
         submitter=_submitter(context, source),
         history=history,
         cancel_requested=now,
+        cancelled_by=cause.person,
+        cancel_cause=cause.text,
     )
     if not context.store.create(record):
         return resume(context, context.store.record(run))

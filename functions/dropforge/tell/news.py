@@ -237,12 +237,13 @@ def _token_command(run: str, spec: JobSpec | None, settings: Settings) -> str:
 
 
 def _failure(record: Record, settings: Settings) -> list[Line]:
+    by = Line("by", one_line(record.ended_by))
     if (error := record.error) is None:
-        return []
+        return [by]
     lines = [Line(error.error_class, one_line(error.message)), Line("hint", one_line(error.hint))]
     if record.state is RunState.FAILED:
         lines.append(Line("next", _NEXT.get(error.error_class, _NEXT_ELSE)))
-    return [*lines, Line("files", f"gs://{settings.runs_bucket}/models/{record.run}/" if record.attempts else "")]
+    return [*lines, by, Line("files", f"gs://{settings.runs_bucket}/models/{record.run}/" if record.attempts else "")]
 
 
 def _machines(spec: JobSpec | None) -> str:

@@ -206,7 +206,7 @@ def _tell_of_endpoint(context: Context, record: Record) -> bool:
         return True
     reason = f"its ttl of {spec.serve.ttl} is over"
     if record.cancel_requested:
-        reason = "a user has cancelled it"
+        reason = f"its end was requested by {record.cancel_cause or 'a user'}"
     elif endpoint.limit == "max_cost_usd":
         reason = "the budget is spent"
     cost = record.serving_cost(context.now())
