@@ -208,13 +208,15 @@ def test_a_cancel_of_a_repeat_before_its_event_cancels_the_run(specs: Specs) -> 
 def test_an_upload_that_was_replaced_by_the_same_bytes_before_it_was_read_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    place = Deployment(monkeypatch)
+
     class Replaced:
         """A specs bucket whose object has generation 2 alone."""
 
         md5_hash, generation = "md5", 2
 
         def bucket(self, name: str) -> Any:
-            return self if name == "specs" else deployment.storage
+            return self if name == "specs" else place.storage
 
         def blob(self, name: str, generation: int | None = None, **_: Any) -> Replaced:
             found = Replaced()
@@ -223,13 +225,12 @@ def test_an_upload_that_was_replaced_by_the_same_bytes_before_it_was_read_joins(
 
         get_blob = blob
 
-    deployment = Deployment(monkeypatch)
-    deployment.context.cloud.clients.storage = Replaced  # type: ignore[method-assign,assignment]
+    place.context.cloud.clients.storage = Replaced  # type: ignore[method-assign]
     monkeypatch.setattr(submit, "read_at_most", lambda blob, _: SPEC if blob.generation == 2 else None)
-    first = submit_object(deployment.context, "specs", NAME, "1", 100, "", "md5")
-    second = submit_object(deployment.context, "specs", NAME, "2", 100, "", "md5")
+    first = submit_object(place.context, "specs", NAME, "1", 100, "", "md5")
+    second = submit_object(place.context, "specs", NAME, "2", 100, "", "md5")
     assert (first.state, second.run) == (RunState.ACCEPTED, first.run)
-    changed = submit_object(deployment.context, "specs", NAME, "3", 100, "", "other")
+    changed = submit_object(place.context, "specs", NAME, "3", 100, "", "other")
     assert changed.state is RunState.REJECTED
 
 
