@@ -118,7 +118,7 @@ class Soak:
         spec["training"].pop("epochs", None)
         data = json.dumps(spec).encode()
         sources.prepare(parse_spec(data), self.deployment)
-        return upload_spec(self.deployment, data, f"soak-{steps}.json")
+        return upload_spec(self.deployment, data, f"soak-{steps}.json", again=True)
 
     def _ended(self, run: str) -> Record:
         """The record of a run that has ended. Raises Failed unless it succeeded."""

@@ -51,7 +51,9 @@ def on_spec_uploaded(event: Any) -> None:
     """Cloud Storage `finalized` in the specs bucket."""
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
-        submit_object(context(), upload.bucket, upload.name, str(upload.generation), upload.size)
+        submit_object(
+            context(), upload.bucket, upload.name, str(upload.generation), upload.size, upload.again, upload.md5
+        )
     elif upload:
         ignore_object(context(), upload.bucket, upload.name, str(upload.generation))
 
@@ -61,15 +63,18 @@ def on_spec_deleted(event: Any) -> None:
     """Cloud Storage `deleted` in the specs bucket; also sent for an overwritten object."""
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
-        cancel_deleted(context(), upload.bucket, upload.name, str(upload.generation))
+        cancel_deleted(context(), upload.bucket, upload.name, str(upload.generation), upload.md5)
 
 
 @functions_framework.cloud_event
 def on_spec_message(event: Any) -> None:
     """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...}, {"cancel": run}, or a
     change of a named endpoint (stages/rollout/messages.py)."""
+    settings = context().settings
     message = _read(
-        lambda data: request_message(data, event["source"], context().settings.console_topic), event, "submit"
+        lambda data: request_message(data, event["source"], settings.console_topic, settings.operations_topic),
+        event,
+        "submit",
     )
     if message is None:
         return
@@ -78,7 +83,7 @@ def on_spec_message(event: Any) -> None:
     if not isinstance(content, dict):
         submit_message(context(), data, request)
     elif set(content) == {"cancel"}:
-        cancel_requested(context(), content["cancel"] if isinstance(content["cancel"], str) else "", request)
+        cancel_requested(context(), content["cancel"], request)
     elif set(content) == {"spec_uri"}:
         submit_uri(context(), str(content["spec_uri"]), request)
     elif is_change(content):

@@ -77,7 +77,7 @@ def records() -> Iterator[Record]:
     yield record_of([*_PATH, (RunState.TEARING_DOWN, 4), (RunState.FAILED, 5)], error=refused)
     wish = RunError(error_class=ErrorClass.CANCELLED, message="cancelled while it trained")
     path = [*_PATH, (RunState.TEARING_DOWN, 20), (RunState.CANCELLED, 21)]
-    yield record_of(path, error=wish, cancelled_by="sam@example.com")
+    yield record_of(path, error=wish, cancel_requested=NOW, cancel_cause="sam@example.com in the console")
     problem = {"pointer": "/training/epochs", "message": "out of range", "found": "0", "expected": "more than 0"}
     yield record_of([(RunState.REJECTED, 0)], problems=[problem])
 
@@ -130,7 +130,8 @@ def answers() -> Iterator[str]:
     clients = SimpleNamespace(publisher=lambda: SimpleNamespace(publish=publish))
     cloud, asked = SimpleNamespace(clients=clients), Request("dropforge-requests", "key", "1234567890")
     context: Any = SimpleNamespace(settings=SETTINGS, now=lambda: NOW, published=set[str](), cloud=cloud)
-    answer_unknown(context, RUN, asked)
+    unknown = "cancel is 'my-job'; expected the id of a run, such as my-job-0123456789ab. Nothing was cancelled"
+    answer_unknown(context, "message-0123456789ab", asked, unknown, [RUN])
     refusal = "endpoint 'prod' does not exist"
     answer_refused(context, "rollout-0123456789ab", asked, refusal, "`dropforge endpoints` lists the endpoints")
     uri = "gs://my-project-dropforge-specs/specs/my-job.yaml"
@@ -159,7 +160,7 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
         yield from ((record, notice, now) for notice in due_of_budget(record, budget, now))
     soon = NOW + timedelta(minutes=12)
     yield accepted, notices.queued("max_runs", 3, "it starts when enough earlier runs have ended"), soon
-    yield accepted, notices.same_spec(RUN, "my-job-ba9876543210", RunState.TRAINING), soon
+    yield accepted, notices.joined("gs://my-project-dropforge-specs/specs/my-job.json#2", RUN), soon
     reason = "The zone us-central1-a does not have enough resources available to fulfill the request"
     yield waiting, notices.waits(waiting.attempts[0].model_copy(update={"wait_reason": reason})), soon
     silent = "attempt 1 is stuck: no progress since step 40, for 30 min. The cloud reports that it runs"

@@ -107,7 +107,7 @@ def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Conso
             _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(deployment.clients, uri))  # type: ignore[misc]
     if again:
         return demo_again.demonstrate(deployment, spec, path, out)
-    run = upload_spec(deployment, path.read_bytes(), path.name)
+    run = upload_spec(deployment, path.read_bytes(), path.name, again=True)
     out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/")
     if deployment.stack and deployment.stack.console:
         out.print(f"watch it: {console_link(state, deployment.stack, f'/runs/{run}')}", soft_wrap=True)

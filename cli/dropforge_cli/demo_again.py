@@ -41,7 +41,7 @@ def demonstrate(deployment: Deployment, spec: JobSpec, path: Path, out: Console)
     answers: list[str] = []
     record: Record | None = None
     for word, content in (("first", draft(data, name)), ("second", behind(data, name))):
-        run = upload_spec(deployment, json.dumps(content).encode(), f"{word}-{path.name}")
+        run = upload_spec(deployment, json.dumps(content).encode(), f"{word}-{path.name}", again=True)
         out.print(f"dropped the {word} spec into gs://{deployment.settings.specs_bucket}/specs/")
         record = show_until_terminal(deployment, run, out)
         if record.state is not RunState.SUCCEEDED:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import sys
 
 import click
 
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import usd
+from dropforge.cloud.objects import md5_of
 from dropforge.run.record import Record, RunState
 
 from .deployment import Deployment
@@ -27,20 +26,24 @@ class Duplicate(CliError):
     exit_code = 2
 
 
-def refuse_duplicate(deployment: Deployment, data: bytes) -> None:
-    """Ask in a terminal whether a spec that had a run already shall have another; without one, raise CliError."""
+def refuse_duplicate(deployment: Deployment, data: bytes) -> bool:
+    """Ask in a terminal whether a spec that had a run already shall have another; without one, raise CliError.
+
+    Returns whether the user wants another run; False for a spec that had none.
+    """
     with working("looking for an earlier run of the spec"):
         run = run_of(deployment, data)
     if run is None:
-        return
+        return False
     record = deployment.store.find(run)
     if record is not None and record.state is RunState.REJECTED:
-        return  # it cost nothing, and what it lacked may exist now
+        return False  # it cost nothing, and what it lacked may exist now
     text = f"the same spec is run {run}: {_described(record)}"
     if not is_terminal():
         raise Duplicate(text, "`--again` starts another run of it")
     echo(text, err=True)
     click.confirm(plain("Start another run of it?"), abort=True, err=True)
+    return True
 
 
 def is_terminal() -> bool:
@@ -53,7 +56,7 @@ def run_of(deployment: Deployment, data: bytes) -> str | None:
 
     Objects that were replaced since are not found. Without the right to list the bucket, nothing is found.
     """
-    digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+    digest = md5_of(data)
     same = [blob for blob in dropped_specs(deployment, MOST_SPECS) if blob.md5_hash == digest]
     return run_of_spec(deployment, max(same, key=lambda blob: blob.updated)) if same else None
 

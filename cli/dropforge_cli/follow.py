@@ -62,6 +62,8 @@ class Follower:
         record = self.store.find(self.run)
         if record is None:
             return None
+        if record.run != self.run:  # the spec has joined another run
+            self.run, self._last = record.run, names.events_prefix(record.run)
         if not record.attempts:
             return Snapshot(record)
         kept, events = self._kept(record.attempt), self._new_events()
@@ -116,7 +118,7 @@ def watch(deployment: Deployment, run: str, out: Console) -> bool:
     except KeyboardInterrupt:
         out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
-    named = named_of(deployment.context.endpoints, run)
+    named = named_of(deployment.context.endpoints, record.run)
     show_result(record, named, utc_now(), out, is_local=deployment.stack is not None)
     return record.state is RunState.SUCCEEDED
 

@@ -37,7 +37,7 @@ from .endpoints import token_command
 from .options import json_option, run_argument, state_option, state_words
 from .plain import echo, echo_json
 from .problems import CliError
-from .runs import PUBLISH_TIMEOUT_SECONDS, find_run
+from .runs import PUBLISH_TIMEOUT_SECONDS, find_one, signature
 
 PAGE = "docs/endpoints.md"
 URL = "base URL"
@@ -111,7 +111,7 @@ def _columns(records: Sequence[EndpointRecord], asked: Traffic) -> list[Column]:
 def serve(run: str, name: str, canary: str | None, changes: str | None, state: str | None) -> None:
     """Put the model of a finished run behind a named endpoint, without training.
 
-    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`. The model of another
+    RUN is its id, the beginning of its id, the name of one run with a model, or `latest`. The model of another
     deployment is `gs://OTHER-RUNS-BUCKET/models/RUN`; an operator lists the bucket in Terraform's model_buckets.
     """
     deployment = connect(state)
@@ -125,7 +125,7 @@ def serve(run: str, name: str, canary: str | None, changes: str | None, state: s
         return
     if changes is not None:
         raise CliError("--with is for the model of another deployment", f"{ELSEWHERE} describes it")
-    run = find_run(deployment, run.rstrip("/").rpartition("/")[2]).run
+    run = find_one(deployment, run.rstrip("/").rpartition("/")[2], lambda found: found.has_trained, "has a model").run
     change(deployment, name, serve={"run": run, "endpoint": name, **wanted})
 
 
@@ -301,7 +301,8 @@ def publish(deployment: Deployment, **change: Any) -> str:
     key, topic = uuid.uuid4().hex, settings.operations_topic
     _check(deployment, change, topic)
     publisher, data = deployment.clients.publisher(), json.dumps(change).encode()
-    sent = publisher.publish(settings.topic(topic), data, idempotency_key=key, timeout=TIMEOUT_SECONDS)
+    signed = {"idempotency_key": key, **signature(next(iter(change)))}
+    sent = publisher.publish(settings.topic(topic), data, timeout=TIMEOUT_SECONDS, **signed)
     sent.result(PUBLISH_TIMEOUT_SECONDS)
     return names.rollout_id(topic, key)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -17,6 +20,7 @@ from dropforge.base.figures import age, duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.index import READERS, read_index
+from dropforge.run.events import REQUESTED_WITH
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.run.summary import Summary
@@ -130,10 +134,11 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 def cancel(run: str, state: str | None) -> None:
     """Request the end of a run, or of the endpoint of a finished run.
 
-    RUN is its id, the beginning of its id, a name (the newest run of that name), or `latest`.
+    RUN is its id, the beginning of its id, the name of one run that works, or `latest`, if that run works. The id alone
+    ends the endpoint of a finished run.
     """
     deployment = connect(state)
-    record = find_run(deployment, run)
+    record = find_one(deployment, run, lambda found: not found.state.is_terminal, "works")
     with working("publishing the request"):
         request_cancel(deployment, record.run)
     if not record.state.is_terminal:
@@ -151,7 +156,17 @@ def request_cancel(deployment: Deployment, run: str) -> None:
         raise CliError(problem, "write it again: `terraform output -raw dropforge_toml > dropforge.toml`")
     topic = deployment.settings.topic(deployment.settings.operations_topic)
     data = json.dumps({"cancel": run}).encode()
-    deployment.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(PUBLISH_TIMEOUT_SECONDS)
+    publisher = deployment.clients.publisher()
+    publisher.publish(topic, data, timeout=TIMEOUT_SECONDS, **signature("cancel")).result(PUBLISH_TIMEOUT_SECONDS)
+
+
+def signature(command: str) -> dict[str, str]:
+    """The attribute of a message that tells operators which command and which user of which machine sent it."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = f"number {os.getuid()}"
+    return {REQUESTED_WITH: f"`dropforge {command}` of user {user}"}
 
 
 def all_runs(store: RunStore) -> list[Summary]:
@@ -167,25 +182,52 @@ def find_run(deployment: Deployment, text: str) -> Record:
     """Return the record of the run that `text` names; raise CliError if it names none, or several.
 
     It names a run by its id, as `latest`, by the name of which the run is the newest, or by the beginning of its id.
-    A spec becomes a run some seconds after it was dropped: this function waits for a run whose id it is given.
+    A spec becomes a run some seconds after it was dropped: this function waits for a run whose id it is given. This is
+    for commands that read; `find_one` is for those that end or change something.
     """
-    store = deployment.store
-    if names.is_run_id(text):
-        if (record := store.find(text) or _just_dropped(deployment, text)) is None:
-            raise CliError(f"there is no run {text!r}", LIST_HINT)
-        return record
-    every = all_runs(store)
+    return _by_id(deployment, text) or _only(deployment, text, lambda named: named[:1])
+
+
+def find_one(deployment: Deployment, text: str, is_meant: Callable[[Summary], bool], verb: str) -> Record:
+    """Return the record of the run that `text` names; raise CliError if there is a choice.
+
+    A name, and `latest`, name only a run that `is_meant`: where several runs have the name, exactly one of them must
+    be. `verb` says for people which runs are meant. An id, and its beginning, name any run.
+    """
+
+    def meant(named: list[Summary]) -> list[Summary]:
+        if named and not (found := [run for run in named if is_meant(run)]):
+            raise CliError(f"no run {text!r} {verb}:\n{_listed(named)}", "give the id of the run")
+        return found if named else []
+
+    return _by_id(deployment, text) or _only(deployment, text, meant)
+
+
+def _by_id(deployment: Deployment, text: str) -> Record | None:
+    """The run with this id; None for a text that is no id. Raises CliError."""
+    if not names.is_run_id(text):
+        return None
+    if (record := deployment.store.find(text) or _just_dropped(deployment, text)) is None:
+        raise CliError(f"there is no run {text!r}", LIST_HINT)
+    return record
+
+
+def _only(deployment: Deployment, text: str, choose: Callable[[list[Summary]], list[Summary]]) -> Record:
+    """The only run that `choose` takes of those that a name, or `latest`, names; else that of the beginning of an id.
+
+    Raises CliError.
+    """
+    every = all_runs(deployment.store)
     if not every:
         raise CliError("there are no runs yet", "start a run with `dropforge submit SPEC`")
-    if text == LATEST:
-        return store.record(every[0].run)
-    named = [run for run in every if run.name == text]
-    matching = named[:1] or [run for run in every if run.run.startswith(text)]
+    named = every[:1] if text == LATEST else [run for run in every if run.name == text]
+    matching = choose(named) or [run for run in every if run.run.startswith(text)]
     if not matching:
         raise CliError(f"no run has the name {text!r}, and no run id begins with {text!r}", LIST_HINT)
     if len(matching) > 1:
-        raise CliError(_ambiguous(text, matching), "give more of the id, or the name of a run, or `latest`")
-    return store.record(matching[0].run)
+        problem = f"{text!r} could be any of {len(matching)} runs:\n{_listed(matching)}"
+        raise CliError(problem, "give more of the id, or the name of a run, or `latest`")
+    return deployment.store.record(matching[0].run)
 
 
 def _just_dropped(deployment: Deployment, run: str) -> Record | None:
@@ -194,14 +236,14 @@ def _just_dropped(deployment: Deployment, run: str) -> Record | None:
         return next(snapshots(deployment, run)).record if is_dropped(deployment, run) else None
 
 
-def _ambiguous(text: str, runs: list[Summary]) -> str:
+def _listed(runs: list[Summary]) -> str:
     now = utc_now()
     lines = [
         f"  {run.run}  {run.name}, {run.state}, {age((now - run.created).total_seconds())} old"
         for run in runs[:MOST_MEANINGS]
     ]
     more = [f"  and {len(runs) - MOST_MEANINGS} more"] if len(runs) > MOST_MEANINGS else []
-    return "\n".join([f"{text!r} could be any of {len(runs)} runs:", *lines, *more])
+    return "\n".join([*lines, *more])
 
 
 def _as_json(store: RunStore, shown: list[Summary], now: datetime) -> list[dict[str, Any]]:
@@ -228,6 +270,7 @@ def record_json(record: Record, now: datetime, spec: JobSpec | None, ledger: Led
     """Return a record as JSON for programs, with computed fields and those of the spec that lists are made of."""
     computed: dict[str, Any] = {
         "attempt": record.attempt,
+        "ended_by": record.ended_by,
         "stage_seconds": record.stage_seconds(now),
         "training_cost_usd": record.training_cost(now),
         "serving_cost_usd": record.serving_cost(now),
@@ -249,9 +292,11 @@ def show(snapshot: Snapshot, named: list[EndpointRecord], ledger: Ledger, out: C
     by = f" by {record.submitter}" if record.submitter else ""
     out.print(f"created {record.created:%Y-%m-%d %H:%M:%S} UTC{by} from", soft_wrap=True)
     out.print(f"  {record.source}", soft_wrap=True)
-    if record.cancel_requested and not record.state.is_terminal:
-        by = f" by {record.cancelled_by}" if record.cancelled_by else ""
-        out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}{by}")
+    if record.cancel_requested:
+        by = f" by {record.ended_by}" if record.ended_by else ""
+        out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}{by}", soft_wrap=True)
+    elif record.ended_by:
+        out.print(f"ended by {record.ended_by}")
     if waits := describe_wait(record):
         out.print(waits)
     if spent := record.stage_seconds(now):

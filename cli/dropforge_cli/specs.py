@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dropforge.base import names
-from dropforge.base.errors import InvalidSpec
+from dropforge.base.errors import Conflict, InvalidSpec
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
+from dropforge.cloud.objects import write_once
 from dropforge.fit.configuration import NoConfiguration, find_shape, read_shape
 from dropforge.fit.shape import ModelShape
 from dropforge.money import short_endpoint
@@ -75,8 +77,7 @@ def validate(specs: tuple[Path, ...], as_json: bool, model_config: Path | None) 
 def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, watched: bool, state: str | None) -> None:
     """Drop a job spec into the specs bucket; prints the run's id."""
     deployment, data = connect(state), spec.read_bytes()
-    if not again:
-        refuse_duplicate(deployment, data)
+    again = again or refuse_duplicate(deployment, data)
     if not unchecked:
         job = read_spec(spec, policy_in_use(deployment))
         _note(spec, job)
@@ -84,7 +85,7 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, wa
             echo(f"{spec}: data: {report.verdict}", err=True)
         prepare(job, deployment)
     with working("dropping the spec"):
-        run = upload_spec(deployment, data, object_name or spec.name)
+        run = upload_spec(deployment, data, object_name or spec.name, again=again)
     echo(run)
     echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):
@@ -141,11 +142,21 @@ def _notes(spec: JobSpec) -> list[str]:
     return [note for note in (short_endpoint(spec), *advice(spec)) if note]
 
 
-def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:
-    """Drop a spec with the ordinary storage client; return the run's id. Raises CliError."""
+def upload_spec(deployment: Deployment, data: bytes, object_name: str, *, again: bool = False) -> str:
+    """Drop a spec with the ordinary storage client; return the run's id. Raises CliError.
+
+    Without `again`, a spec that the object has already joins its run (docs/cli.md#the-same-spec-again).
+    """
     name = object_name if object_name.startswith(names.SPECS_PREFIX) else names.SPECS_PREFIX + object_name
     if not names.is_spec_object(name):
         raise CliError(f"the object name is {name!r}; only specs/….json starts a run", "choose another --name")
-    blob = deployment.clients.storage().bucket(deployment.settings.specs_bucket).blob(name)
-    blob.upload_from_string(data, content_type="application/json", timeout=TIMEOUT_SECONDS)
+    bucket = deployment.clients.storage().bucket(deployment.settings.specs_bucket)
+    present = bucket.get_blob(name, timeout=TIMEOUT_SECONDS)
+    blob = bucket.blob(name)
+    if again:
+        blob.metadata = {names.AGAIN: uuid.uuid4().hex}
+    try:
+        write_once(blob, data, present.generation if present else 0)
+    except Conflict as conflict:
+        raise CliError(str(conflict), "submit again, or choose another --name") from None
     return names.run_id_of_object(deployment.settings.specs_bucket, name, blob.generation)

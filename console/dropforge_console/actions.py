@@ -13,9 +13,10 @@ from typing import NamedTuple
 from dropforge.base import names
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.objects import write_once
 from dropforge.context import Context
 from dropforge.plan import Plan, make_plan
-from dropforge.run.events import REQUESTED_BY
+from dropforge.run.events import REQUESTED_BY, REQUESTED_WITH
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.stages.admission import rule_problems, shape_of
@@ -62,9 +63,7 @@ def submit(text: str, context: Context, person: Person) -> str:
     blob = context.cloud.clients.storage().bucket(context.settings.specs_bucket).blob(name)
     if person.email:
         blob.metadata = {names.SUBMITTER: person.email}
-    blob.upload_from_string(
-        text.encode(), content_type="application/json", if_generation_match=0, timeout=TIMEOUT_SECONDS
-    )
+    write_once(blob, text.encode(), 0)
     return names.run_id_of_object(context.settings.specs_bucket, name, blob.generation)
 
 
@@ -77,7 +76,7 @@ def request(content: dict[str, str], context: Context, person: Person) -> None:
     name: str = getattr(context.settings, setting)
     if not name:
         raise DropforgeError(f"this deployment has no {setting}, so nobody can request a change here")
-    attributes = {REQUESTED_BY: person.email} if person.email else {}
+    attributes = {REQUESTED_BY: person.email} if person.email else {REQUESTED_WITH: "the console"}
     sent = context.cloud.clients.publisher().publish(
         context.settings.topic(name), json.dumps(content).encode(), timeout=TIMEOUT_SECONDS, **attributes
     )

@@ -131,7 +131,53 @@ def test_latest_and_a_name_are_the_newest_run(deployed: Deployed) -> None:
     assert deployed.run("status", "job-0123").output.startswith(OTHER)
     for latest in (("status",), ("status", "latest")):
         assert deployed.run(*latest).output.startswith("other-0123456789ab")
-    assert f"{OTHER} is already SUCCEEDED" in deployed.run("cancel", "job-0123").output
+
+
+def test_a_cancel_by_name_never_guesses(deployed: Deployed) -> None:
+    """A newer run of the name has finished and serves; the older one works, and costs."""
+    deployed.record(RUN, RunState.PROVISIONING, name="pair")
+    deployed.record(OTHER, RunState.SUCCEEDED, name="pair", created=CREATED + timedelta(hours=1))
+    assert f"requested the end of {RUN}" in deployed.run("cancel", "pair").output
+    refused = deployed.run("cancel", "latest")
+    assert (refused.exit_code, f"  {OTHER}  pair, SUCCEEDED, " in refused.stderr) == (1, True)
+    deployed.record("third-0123456789ab", RunState.TRAINING, name="pair")
+    refused = deployed.run("cancel", "pair")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "'pair' could be any of 2 runs" in refused.stderr
+    assert RUN in refused.stderr
+    assert OTHER not in refused.stderr
+
+
+def test_the_endpoint_of_a_finished_run_ends_by_its_id_alone(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.SUCCEEDED, name="pair")
+    refused = deployed.run("cancel", "pair")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert f"no run 'pair' works:\n  {RUN}  pair, SUCCEEDED, " in refused.stderr
+    assert "hint: give the id of the run" in refused.stderr
+    for given in (RUN, RUN[:-3]):
+        assert f"{RUN} is already SUCCEEDED" in deployed.run("cancel", given).output
+
+
+def test_a_name_that_several_models_have_is_not_served(deployed: Deployed) -> None:
+    ended = attempt(ended=CREATED)
+    for run in (RUN, OTHER):
+        deployed.record(run, RunState.SUCCEEDED, name="pair", attempts=[ended])
+    refused = deployed.run("serve", "pair", "--as", "prod")
+    assert refused.exit_code == 1
+    assert "'pair' could be any of 2 runs" in refused.stderr
+    deployed.record("third-0123456789ab", RunState.FAILED, name="none")
+    assert "no run 'none' has a model" in deployed.run("serve", "none", "--as", "prod").stderr
+
+
+def test_status_says_who_ended_a_run(deployed: Deployed) -> None:
+    deployed.record(
+        RUN, RunState.CANCELLED, cancel_requested=CREATED, cancel_cause="the deletion of gs://s/specs/a.json"
+    )
+    assert "by the deletion of gs://s/specs/a.json" in deployed.run("status", RUN).output
+    error = RunError(error_class=ErrorClass.BUDGET, message="m")
+    deployed.record(OTHER, RunState.FAILED, error=error)
+    assert "ended by limits.max_cost_usd" in deployed.run("status", OTHER).output
+    assert json.loads(deployed.run("status", OTHER, "--json").stdout)["ended_by"] == "limits.max_cost_usd"
 
 
 def test_many_meanings_are_listed_in_part(deployed: Deployed) -> None:
@@ -178,6 +224,7 @@ def test_cancel_publishes_the_request_and_prints_its_effect(deployed: Deployed) 
         assert "requested the end of" in deployed.run("cancel", RUN).output
         [message] = subscriber.pull(subscription=name, max_messages=5, timeout=60).received_messages
     assert json.loads(message.message.data) == {"cancel": RUN}
+    assert message.message.attributes["requested_with"].startswith("`dropforge cancel` of user ")
     assert "is already FAILED and has no endpoint" in deployed.run("cancel", OTHER).output
     assert deployed.run("cancel", "job-aaaaaaaaaaaa").exit_code == 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from google.cloud.storage import Blob
 
 from dropforge.base import names
 from dropforge.run.record import Endpoint, RunState
@@ -189,3 +190,43 @@ def test_the_same_object_dropped_again_by_another_client_is_another_run(deployed
     blob = clients.storage().bucket("p-specs").blob("specs/job.json")
     blob.upload_from_filename("job.json")
     assert names.run_id_of_object("p-specs", blob.name, blob.generation) != first
+
+
+def test_an_upload_whose_reply_was_lost_is_the_same_run(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = Blob.upload_from_string
+
+    def repeated(*arguments: Any, **options: Any) -> None:
+        for _ in range(2):  # as the client does if the first reply is lost
+            upload(*arguments, **options)
+
+    monkeypatch.setattr(Blob, "upload_from_string", repeated)
+    for again in ([], ["--again"]):
+        result = deployed.run("submit", spec(), *again)
+        assert result.exit_code == 0, result.output
+        [blob] = clients.storage().list_blobs("p-specs")
+        assert result.stdout.strip() == names.run_id_of_object("p-specs", blob.name, blob.generation)
+
+
+def test_a_spec_that_somebody_else_has_dropped_meanwhile_is_not_replaced(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload, path = Blob.upload_from_string, spec()
+
+    def overtaken(blob: Blob, data: bytes, **options: Any) -> None:
+        upload(clients.storage().bucket("p-specs").blob(blob.name), b"{}")
+        upload(blob, data, **options)
+
+    monkeypatch.setattr(Blob, "upload_from_string", overtaken)
+    result = deployed.run("submit", path)
+    assert result.exit_code == 1
+    assert "was written by somebody else meanwhile" in result.stderr
+    assert [blob.download_as_bytes() for blob in clients.storage().list_blobs("p-specs")] == [b"{}"]
+
+
+def test_again_writes_a_new_value_into_the_metadata(deployed: Deployed) -> None:
+    written = []
+    for _ in range(2):
+        deployed.run("submit", spec(), "--again")
+        [blob] = clients.storage().list_blobs("p-specs")
+        written.append(blob.metadata["again"])
+    assert written[0] != written[1]

@@ -74,7 +74,7 @@ def test_every_channel_hears_of_every_state_once(own_stack: Callable[[], User]) 
     requests.post(f"{user.info.http}/slack/_fail", json={"count": 2, "status": 503}, timeout=60)
     user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     assert user.wait(run).state is RunState.CANCELLED
-    assert user.slack(run, "cancelled")[-1].endswith("cancelled on request")
+    assert " cancelled by topic " in user.slack(run, "cancelled")[-1]
 
     assert [event.rsplit("/", 1)[1].upper() for event in events(user)] == STATES
     messages = told(user, "channels")

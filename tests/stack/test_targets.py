@@ -146,7 +146,7 @@ def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
     record = user.wait(run)
     assert record.state is RunState.CANCELLED
     assert_clean(user, run)
-    assert user.slack(run, "cancelled")[-1].endswith("cancelled on request")
+    assert " cancelled by topic " in user.slack(run, "cancelled")[-1]
 
 
 def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,16 +106,6 @@ def test_a_malformed_upload_is_acknowledged(data: Any, capsys: pytest.CaptureFix
     assert "malformed event" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "request_body",
-    [{"cancel": 5}, {"cancel": None}, {"cancel": ["x"]}, {"cancel": "../x-0123456789ab"}, {"cancel": "\ud800"}],
-    ids=repr,
-)
-def test_a_cancel_of_an_invalid_run_id_is_acknowledged(request_body: Any) -> None:
-    data = base64.b64encode(json.dumps(request_body).encode()).decode()
-    assert post("on_spec_message", {"message": {"data": data, "messageId": "1"}}, HEADERS).status_code == 200
-
-
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(json_values)
 def test_a_job_event_never_causes_a_server_error(data: Any) -> None:

@@ -382,34 +382,6 @@ def test_a_deleted_spec_cancels_its_run_unless_it_ended_or_another_spec_took_its
         assert place.record.endpoint.expires == NOW + 60 * MINUTE
 
 
-@pytest.mark.parametrize(
-    ("earlier", "later", "changes", "is_told"),
-    [
-        (RunState.TRAINING, RunState.ACCEPTED, {}, True),
-        (RunState.TRAINING, RunState.ACCEPTED, {"name": "other"}, False),
-        (RunState.SUCCEEDED, RunState.ACCEPTED, {}, False),
-        (RunState.TRAINING, RunState.REJECTED, {}, False),
-    ],
-)
-def test_a_second_upload_of_a_spec_names_the_run_that_has_it_already(
-    earlier: RunState, later: RunState, changes: dict[str, Any], is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, other = Place(earlier), "demo-aaaaaaaaaaaa"
-    storage: Any = place.context.cloud.clients.storage()
-    storage.get_blob = lambda name, timeout: SimpleNamespace(generation=8, time_created=NOW)
-    monkeypatch.setattr(names, "run_id_of_object", lambda *place: other if place[-1] == "8" else RUN)
-    with pytest.raises(RetryLater) if not earlier.is_terminal else nullcontext():
-        cancel_deleted(place.context, "specs", "specs/a.json", "7")
-    place.store.put_new(names.spec_object(other), json.dumps({**SPEC, **changes}).encode())
-    copied = place.record.model_copy(update={"run": other, "state": later, "attempts": [], "execution": None})
-    place.store.create(copied.model_copy(update={"history": [Transition(state=later, time=NOW)]}))
-    for _ in range(2):
-        cancel_deleted(place.context, "specs", "specs/a.json", "7")
-    told = [event for event in place.events if event["notice"] == "same-spec"]
-    assert len(told) == is_told
-    assert all(event["run"] == other and RUN in event["details"]["text"] for event in told)
-
-
 def test_a_cancel_that_crosses_the_creation_of_the_record_is_seen() -> None:
     """The record is created after the cancel has found none, and before the cancel is kept beside it."""
     place = Place()

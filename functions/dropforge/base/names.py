@@ -25,6 +25,7 @@ SPECS_PREFIX = "specs/"
 # If the deployment has a console, only its account may create objects below this prefix (terraform/console.tf).
 CONSOLE_SPECS_PREFIX = "specs/console/"
 SUBMITTER = "submitter"  # the metadata of an object there: the e-mail address of the person who dropped the spec
+AGAIN = "again"  # the metadata of a spec, or the attribute of a message, that asks for another run of the same spec
 OPEN_PREFIX = "runs/open/"
 ENDPOINTS_PREFIX = "endpoints/"
 # Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
@@ -205,6 +206,16 @@ def spec_object(run: str) -> str:
 def cancel_object(run: str, topic: str = "") -> str:
     """A cancel request that arrived before the run existed: of an operator, or of another publisher of a topic."""
     return f"runs/{run}/cancel-{topic}.json" if topic else f"runs/{run}/cancel.json"
+
+
+def intent_object(digest: str) -> str:
+    """Which run a request has (run/intents.py)."""
+    return f"runs/intents/{digest}.json"
+
+
+def joined_object(run: str) -> str:
+    """Which run a repeated request has joined; `run` is the id of the run that the request would have become."""
+    return f"runs/{run}/joined.json"
 
 
 def origin_object(run: str) -> str:

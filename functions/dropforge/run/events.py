@@ -24,7 +24,9 @@ from .proof import EVENT_NAME, PROOF, proof
 MAX_MESSAGE_BYTES = 10**7  # of Pub/Sub: https://cloud.google.com/pubsub/quotas#resource_limits
 MAX_JOB_EVENT_BYTES = 64 * 1024
 MAX_TEXT, MAX_HINT = 4000, 1000  # characters of a failure's message and hint
+MAX_SAYS = 100  # characters that an operator's program may say of itself
 REQUESTED_BY = "requested_by"  # the attribute of a message of the console
+REQUESTED_WITH = "requested_with"  # the attribute in which a program names itself and its user to operators
 JOB_EVENT_TYPE = "dev.dropforge.job"
 RUN_EVENT_TYPE = "dev.dropforge.run"
 
@@ -185,6 +187,13 @@ class Upload(BaseModel):
     name: str = Field(min_length=1)
     generation: int
     size: int = 0
+    metadata: dict[str, str] = {}
+    md5: str = Field(default="", alias="md5Hash")  # in base64; an object that was composed has none
+
+    @property
+    def again(self) -> str:
+        """What the submitter wrote to get another run of the same spec."""
+        return self.metadata.get(names.AGAIN, "")
 
 
 def uploaded_object(event_data: Any) -> Upload:
@@ -222,20 +231,34 @@ class Request(NamedTuple):
 
     Cloud Pub/Sub does not say who published a message. IAM decides who may publish on a topic, so the topic is the
     source of the request. `by` is the person for whom the console sends the message, "" for every other publisher.
+    `again` is what the publisher wrote to get another run of the same spec. `says` is what an operator's program says
+    of itself: people read it, and nothing believes it.
     """
 
     topic: str
     key: str
     message: str
     by: str = ""
+    again: str = ""
+    says: str = ""
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the publisher gave the message an idempotency key."""
+        return self.key != self.message
 
     @property
     def who(self) -> str:
         """Who requests, for people."""
-        return f"{self.by} in the console" if self.by else f"topic {self.topic} message {self.key}"
+        if self.by:
+            return f"{self.by} in the console"
+        says = f", which says it is from {self.says}" if self.says else ""
+        return f"topic {self.topic} message {self.key}{says}"
 
 
-def request_message(event_data: Any, event_source: str, console_topic: str) -> tuple[bytes, Request]:
+def request_message(
+    event_data: Any, event_source: str, console_topic: str, operations_topic: str = ""
+) -> tuple[bytes, Request]:
     """The data of a `messagePublished` CloudEvent, and the request that it is. Raises ValueError for other events.
 
     Eventarc writes the topic into the event's source: //pubsub.googleapis.com/projects/PROJECT/topics/TOPIC
@@ -248,7 +271,10 @@ def request_message(event_data: Any, event_source: str, console_topic: str) -> t
     data, attributes, message = pubsub_message(event_data)
     topic, key = source[1], str(attributes.get("idempotency_key") or message)
     named = str(attributes.get(REQUESTED_BY, "")) if topic == console_topic else ""
-    return data, Request(topic, key, message, named if names.is_email(named) else "")
+    says = str(attributes.get(REQUESTED_WITH, "")) if topic == operations_topic else ""
+    shown = cut(redact("".join(filter(str.isprintable, says))), MAX_SAYS)
+    again = str(attributes.get(names.AGAIN, ""))
+    return data, Request(topic, key, message, named if names.is_email(named) else "", again, shown)
 
 
 def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:

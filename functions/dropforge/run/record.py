@@ -315,6 +315,23 @@ class Ledger(Stored):
         return ledger
 
 
+# The fields of a spec that end a run, by the class of its error.
+_ENDING_FIELDS = {
+    ErrorClass.BUDGET: "limits.max_cost_usd",
+    ErrorClass.DEADLINE: "limits.max_duration",
+    ErrorClass.STUCK: "limits.stuck_after",
+    ErrorClass.GATE: "evaluation.gate",
+    ErrorClass.PARITY: "the parity check",
+}
+
+
+class Cause(NamedTuple):
+    """Who or what requests the end of a run: in words, and the person if the console names one."""
+
+    text: str = ""
+    person: str = ""
+
+
 def topic_of(source: str) -> str:
     """The topic in the source of a run; "" for a run from the specs bucket."""
     kind, _, rest = source.partition(" ")
@@ -335,6 +352,7 @@ class Record(Stored):
     callback_url: str | None = None
     cancel_requested: datetime | None = None
     cancelled_by: str = ""  # who requested it in the console; "": no console says who
+    cancel_cause: str = ""  # who or what requested it, for people: a person, a message and its topic, a deleted object
     submitter: str = ""  # who dropped the spec in the console; "": no console says who
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
@@ -360,6 +378,17 @@ class Record(Stored):
     def topic(self) -> str:
         """The topic of the request for the run; "" for a run from the specs bucket."""
         return topic_of(self.source)
+
+    @property
+    def ended_by(self) -> str:
+        """Who or what has ended the run or its endpoint, or ends it now; "" if it ended by itself, and before its end.
+
+        A limit or a check is named by its field of the spec.
+        """
+        if self.cancel_requested is not None:
+            return self.cancel_cause
+        error = self.error or (self.outcome.error if self.outcome else None)
+        return "" if error is None else _ENDING_FIELDS.get(error.error_class, "")
 
     @property
     def origin(self) -> str:

@@ -27,7 +27,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
 from .proof import key_of_run, new_key
-from .record import Ledger, Record, ResourceState
+from .record import Cause, Ledger, Record, ResourceState
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
 
@@ -322,8 +322,23 @@ class RunStore:
 
     def has_cancel(self, run: str, topic: str = "") -> bool:
         """Whether an operator, or a publisher of the run's topic, requested its end before the run had a record."""
-        cancels = {names.cancel_object(run), names.cancel_object(run, topic)}
-        return not cancels.isdisjoint(self.names(f"runs/{run}/cancel"))
+        return bool(self._cancels(run, topic))
+
+    def keep_cancel(self, run: str, topic: str, cause: Cause) -> None:
+        """Keep the request to end a run that has no record, or not yet."""
+        kept = {"cancel_requested": self._clock.now().isoformat(), **cause._asdict()}
+        self.put_new(names.cancel_object(run, topic), json.dumps(kept).encode())
+
+    def early_cause(self, run: str, topic: str) -> Cause:
+        """Who or what requested the end of a run before the run had a record; nothing without such a request."""
+        for name in self._cancels(run, topic):
+            kept = json.loads(self.read(name).data)
+            return Cause(str(kept.get("text", "")), str(kept.get("person", "")))
+        return Cause()
+
+    def _cancels(self, run: str, topic: str) -> list[str]:
+        wanted = {names.cancel_object(run), names.cancel_object(run, topic)}
+        return [name for name in self.names(f"runs/{run}/cancel") if name in wanted]
 
     def marks(self) -> Marks:
         """Every open mark, from one listing."""
@@ -367,9 +382,17 @@ class RunStore:
         return None
 
     def _load(self, run: str) -> Known:
-        """Read a record and remember it. Raises NotFound and Malformed."""
+        """Read a record and remember it. The id of a repeated request leads to the run that the request has joined.
+
+        Raises NotFound and Malformed.
+        """
         name = names.record_object(run)
-        data, generation = self.read(name)
+        try:
+            data, generation = self.read(name)
+        except NotFound:
+            if not (joined := self._joined(run)):
+                raise
+            return self._load(joined)
         where = f"gs://{self.bucket.name}/{name}"
         try:
             record = Record.model_validate_json(data)
@@ -378,6 +401,14 @@ class RunStore:
         if run != record.run:
             raise Malformed(f"{where} is the record of {cut(record.run, 80)!r}; expected the run in its name")
         return self._remember(Known(record, generation))
+
+    def _joined(self, run: str) -> str:
+        """The run that a repeated request has joined (run/intents.py); "" for another id."""
+        try:
+            joined = str(json.loads(self.read(names.joined_object(run)).data)["run"])
+        except NotFound:
+            return ""
+        return joined if names.is_run_id(joined) and joined != run else ""
 
     def _put(self, record: Record, generation: int) -> bool:
         """Write a record if its object's generation is `generation`, and remember it; False otherwise."""

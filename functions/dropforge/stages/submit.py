@@ -1,7 +1,7 @@
 """Stage `submit`: a spec event becomes one run and one execution, however often the event is delivered.
 
-An invalid spec is a result, not an error: the record is REJECTED, and a message reports it. The stage raises only if a
-later delivery can succeed.
+An invalid spec is a result, not an error: the record is REJECTED, and a message reports it. The same spec again joins
+its run (run/intents.py). The stage raises only if a later delivery can succeed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from dropforge.base import names
-from dropforge.base.errors import InvalidSpec, RetryLater, SpecProblem
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
 from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.clients import TIMEOUT_SECONDS
@@ -25,11 +25,13 @@ from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
 from dropforge.index import about
 from dropforge.run.events import Request
+from dropforge.run.intents import Intent, claim, digest_of
 from dropforge.run.record import Record, RunState, Transition, topic_of
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
-from dropforge.tell.everybody import tell, tell_unstarted
-from dropforge.tell.run_events import answer_ignored
+from dropforge.tell import notices
+from dropforge.tell.everybody import tell, tell_unstarted, warn
+from dropforge.tell.run_events import answer_ignored, answer_joined
 
 from . import admission
 from .cancel import cancel
@@ -50,17 +52,24 @@ _KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "bo
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f\ud800-\udfff]{1,1024}")
 
 
-def submit_object(context: Context, bucket: str, name: str, generation: str, size: int) -> Record:
-    """Submit a generation of an object in the specs bucket. Raises RetryLater and client errors."""
+def submit_object(
+    context: Context, bucket: str, name: str, generation: str, size: int, again: str = "", md5: str = ""
+) -> Record:
+    """Submit a generation of an object in the specs bucket; the record of its run, or of the run that it joins.
+
+    `again` is the object's metadata of this name. `md5` is the digest of its bytes, in base64, if the event has it.
+    Raises RetryLater and client errors.
+    """
     run = names.run_id_of_object(bucket, name, generation)
-    source = f"gs://{bucket}/{name}#{generation}"
+    place = f"gs://{bucket}/{name}"
+    source = f"{place}#{generation}"
     try:
-        data = read_spec(context, bucket, name, generation, size)
+        data = read_spec(context, bucket, name, generation, size, md5)
     except InvalidSpec as error:
         if context.store.has_cancel(run):
             return _cancel_unread(context, run, source)
         return _reject(context, run, source, error.problems, b"")
-    return _submit(context, run, source, data)
+    return _submit(context, run, source, data, digest_of(place, again, data))
 
 
 def ignore_object(context: Context, bucket: str, name: str, generation: str) -> None:
@@ -94,7 +103,7 @@ def submit_message(context: Context, data: bytes, request: Request) -> Record:
     run = run_of_request(context.settings, request)
     if problem := _envelope_problem(data):
         return _reject(context, run, _source(request), [problem], data)
-    return _submit(context, run, _source(request), data)
+    return _submit(context, run, _source(request), data, _intent(request, data))
 
 
 def submit_uri(context: Context, uri: str, request: Request) -> Record:
@@ -104,7 +113,12 @@ def submit_uri(context: Context, uri: str, request: Request) -> Record:
         data = _read_uri(context, uri)
     except InvalidSpec as error:
         return _reject(context, run, _source(request), error.problems, b"")
-    return _submit(context, run, f"{_source(request)} {uri}", data)
+    return _submit(context, run, f"{_source(request)} {uri}", data, _intent(request, data, uri))
+
+
+def _intent(request: Request, data: bytes, uri: str = "") -> str:
+    """The digest of a message's request for a run; "" if its idempotency key says already which run it is."""
+    return "" if request.has_key else digest_of(f"topic {request.topic} {uri}", request.again, data)
 
 
 def run_of_request(settings: Settings, request: Request) -> str:
@@ -145,8 +159,12 @@ def note_execution(context: Context, record: Record, execution: str) -> Record:
     return context.store.update(record.run, lambda latest: latest.claimed(execution))
 
 
-def read_spec(context: Context, bucket: str, name: str, generation: str | None, size: int) -> bytes:
-    """The bytes of a spec object. Raises InvalidSpec if the object is too large, or exists no longer."""
+def read_spec(context: Context, bucket: str, name: str, generation: str | None, size: int, md5: str = "") -> bytes:
+    """The bytes of a spec object. Raises InvalidSpec if the object is too large, or exists no longer.
+
+    `md5`: the digest of the bytes, in base64. If a repeated upload has replaced the generation, the present generation
+    has the same bytes.
+    """
     if size > MAX_SPEC_BYTES:
         raise InvalidSpec(
             [SpecProblem("", "the spec is too large", f"{size} bytes", f"at most {MAX_SPEC_BYTES} bytes")]
@@ -154,6 +172,9 @@ def read_spec(context: Context, bucket: str, name: str, generation: str | None, 
     client = context.cloud.clients.storage()
     blob = client.bucket(bucket).blob(name, generation=int(generation) if generation else None)
     data = read_at_most(blob, MAX_SPEC_BYTES + 1)
+    if data is None and md5:
+        present = client.bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
+        data = read_at_most(present, MAX_SPEC_BYTES + 1) if present is not None and present.md5_hash == md5 else None
     if data is None:
         message = "the spec was deleted or overwritten before it was read"
         expected = "an object that stays until its run is accepted"
@@ -243,14 +264,39 @@ def _envelope_problem(data: bytes) -> SpecProblem | None:
     return SpecProblem("", "the message is not a request", found, _ENVELOPES)
 
 
-def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
-    store = context.store
+def _submit(context: Context, run: str, source: str, data: bytes, intent: str = "") -> Record:
+    """Accept or reject a spec as `run`, or let it join the run of the same request; without `intent`, it joins none."""
     try:
         spec = with_defaults(parse_spec(data), policy_of(context.settings.policy))
         admission.check(context.cloud, spec)
         check_name(context, spec, topic_of(source))
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)
+    mine = Intent(run=run, source=redact(source))
+    held = claim(context.store, intent, mine, context.now()) if intent else mine
+    if held.run == run:
+        return _accept(context, mine, spec)
+    known = context.store.find(held.run)
+    record = resume(context, known) if known else _accept(context, held, spec)
+    _join(context, record, mine)
+    return record
+
+
+def _join(context: Context, record: Record, mine: Intent) -> None:
+    """Answer a request that joined a run, and tell people once. A cancel of the request ends a run that still works."""
+    notice = notices.joined(mine.source, record.run)
+    context.log("joined", stage="submit", run=record.run, severity="NOTICE", source=mine.source)
+    if not record.state.is_terminal and context.store.has_cancel(mine.run, record.topic):
+        cancel(context, record.run, cause=context.store.early_cause(mine.run, record.topic))
+    if problem := answer_joined(context, record, notice, mine.run, mine.source):
+        raise CloudError(ErrorClass.TRANSIENT, problem)
+    if record.state is not RunState.REJECTED:  # by another delivery, just now
+        warn(context, record, context.store.spec(record.run), notice)
+
+
+def _accept(context: Context, intent: Intent, spec: JobSpec) -> Record:
+    """The record of a run, which is made now, or was made by another delivery; its execution is started."""
+    store, run, source = context.store, intent.run, intent.source
     text = spec.model_dump_json(by_alias=True)
     is_inside = len(text.encode()) <= MAX_SPEC_IN_RECORD
     if not is_inside and not store.put_new(names.spec_object(run), text.encode()):
@@ -261,7 +307,7 @@ def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
     record = Record(
         run=run,
         name=spec.name,
-        source=redact(source),
+        source=source,
         state=RunState.ACCEPTED,
         created=now,
         submitter=_submitter(context, source),
@@ -298,7 +344,7 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
     delivery or the sweep continues.
     """
     if context.store.has_cancel(record.run, record.topic):
-        cancel(context, record.run)
+        cancel(context, record.run, cause=context.store.early_cause(record.run, record.topic))
         return context.store.record(record.run)
     if execution:  # it was started after everybody was told
         return note_execution(context, record, execution)
@@ -309,7 +355,7 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
 
 def _cancel_unread(context: Context, run: str, source: str) -> Record:
     """The record of a run whose spec was deleted, or cancelled, before it was read: the run has ended."""
-    now = context.now()
+    now, cause = context.now(), context.store.early_cause(run, "")
     history = [Transition(state=RunState.CANCELLED, time=now)]
     record = Record(
         run=run,
@@ -320,6 +366,8 @@ def _cancel_unread(context: Context, run: str, source: str) -> Record:
         submitter=_submitter(context, source),
         history=history,
         cancel_requested=now,
+        cancelled_by=cause.person,
+        cancel_cause=cause.text,
     )
     if not context.store.create(record):
         return resume(context, context.store.record(run))

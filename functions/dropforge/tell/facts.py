@@ -39,13 +39,8 @@ def what_of(record: Record, state: RunState) -> str:
     if state is RunState.FAILED and record.error:
         return f"failed: {record.error.error_class}"
     if state is RunState.CANCELLED:
-        return f"cancelled {ended_by(record)}"
+        return f"cancelled by {record.ended_by}" if record.ended_by else "cancelled"
     return _VERBS.get(state, state.lower())
-
-
-def ended_by(record: Record) -> str:
-    """Who or what ended a cancelled run, as far as the record knows."""
-    return f"by {record.cancelled_by} in the console" if record.cancelled_by else "on request"
 
 
 def source_of(record: Record) -> str:

@@ -215,10 +215,11 @@ def _token_command(run: str, spec: JobSpec | None, settings: Settings) -> str:
 
 def _failure(record: Record) -> list[Line]:
     """Why the run ended, and what to do: the hint of the error, or what helps against its class."""
+    by = Line("by", one_line(record.ended_by))
     if (error := record.error) is None:
-        return []
+        return [by]
     remedy = error.hint or (_REMEDIES.get(error.error_class, _REMEDY) if record.state is RunState.FAILED else "")
-    return [Line("why", one_line(error.message)), Line("do", one_line(remedy))]
+    return [Line("why", one_line(error.message)), Line("do", one_line(remedy)), by]
 
 
 def _files(record: Record, settings: Settings) -> str:

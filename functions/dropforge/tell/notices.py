@@ -6,10 +6,11 @@ from datetime import datetime
 
 from dropforge.base.figures import usd
 from dropforge.base.redact import cut
-from dropforge.run.record import MAX_REASON, Attempt, Endpoint, Notice, Record, RunState
+from dropforge.run.record import MAX_REASON, Attempt, Endpoint, Notice, Record, Tone
 
 from .facts import cost_of
 
+ANOTHER_RUN = "`dropforge submit --again`, or metadata or an attribute `again` with a new value, starts another run"
 ENDPOINT_LOST = "endpoint-lost"  # the key of a notice
 MAX_TRUNCATED = 0.01  # share of the rows
 
@@ -20,11 +21,10 @@ def queued(rule: str, place: int, until: str) -> Notice:
     return Notice("queued", "waits for a place", text)
 
 
-def same_spec(later: str, earlier: str, state: RunState) -> Notice:
-    """The spec of a run that works was uploaded again, and makes another run."""
-    text = f"the same spec was uploaded before under the same name: run {earlier} is {state}. Both runs continue"
-    actions = {"end this run": f"dropforge cancel {later}", "end the earlier run": f"dropforge cancel {earlier}"}
-    return Notice("same-spec", "has the spec of a run that continues", text, actions=actions)
+def joined(source: str, run: str) -> Notice:
+    """The same spec came again, from this source, and joined the run."""
+    text = f"{source} asks for the same as run {run} and joins this run: no other run is paid; {ANOTHER_RUN}"
+    return Notice("joined", "was asked for again", text, Tone.NEWS)
 
 
 def waits(attempt: Attempt) -> Notice:

@@ -7,6 +7,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from pydantic import JsonValue
+
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
@@ -72,13 +74,10 @@ def notice_event(record: Record, notice: Notice, settings: Settings, now: dateti
     )
 
 
-def answer_unknown(context: Context, run: str, request: Request) -> None:
-    """Answer a cancel request for a run that does not exist or is of another source. Raises CloudError."""
-    text = (
-        f"no run with this id was requested on topic {request.topic}; a run that is requested there later is cancelled"
-    )
-    if problem := publish(context, _answer(context, run, "cancel", request, text=text)):
-        raise CloudError(ErrorClass.TRANSIENT, problem)
+def answer_unknown(context: Context, subject: str, request: Request, text: str, near: list[str]) -> str:
+    """Answer a cancel request that ends no run. Returns the problem, or "". `near`: the runs that may be meant."""
+    meant = f"; perhaps one of these open runs is meant: {', '.join(near)}" if near else ""
+    return publish(context, _answer(context, subject, "cancel", request, text=text + meant, near=[*near]))
 
 
 def answer_refused(context: Context, rollout: str, request: Request, text: str, hint: str) -> str:
@@ -86,7 +85,7 @@ def answer_refused(context: Context, rollout: str, request: Request, text: str, 
     return publish(context, _answer(context, rollout, "refused", request, text=text, hint=hint))
 
 
-def _answer(context: Context, subject: str, kind: str, request: Request, **details: str) -> RunEvent:
+def _answer(context: Context, subject: str, kind: str, request: Request, **details: JsonValue) -> RunEvent:
     """The event that answers a message about a run or a rollout."""
     key = f"{kind}-{request.message}"
     return RunEvent(
@@ -98,6 +97,17 @@ def _answer(context: Context, subject: str, kind: str, request: Request, **detai
         title=f"{subject}: a request to topic {request.topic} changed nothing",
         details={"topic": request.topic, "message": request.message, **details},
     )
+
+
+def answer_joined(context: Context, record: Record, notice: Notice, repeat: str, source: str) -> str:
+    """Answer a request that joined a run. Returns the problem, or "".
+
+    `repeat` is the id that a run of its own would have; `source` names its object or message.
+    """
+    mine = notice._replace(key=f"joined-{repeat}")
+    event = notice_event(record, mine, context.settings, context.now())
+    details = {**event.details, "joined": repeat, "source": source}
+    return publish(context, event.model_copy(update={"details": details}))
 
 
 def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:
@@ -157,6 +167,8 @@ def _details(record: Record, entered: Transition, now: datetime) -> dict[str, An
     details: dict[str, Any] = {"source": record.source, "cost_usd": cost(record, now)}
     if record.submitter:
         details["submitter"] = record.submitter
+    if record.ended_by:
+        details["ended_by"] = record.ended_by
     if entered.attempt:
         details["attempt"] = entered.attempt
     if record.wait_reason:

@@ -101,7 +101,7 @@ class World:
         if not self.is_delivered:
             raise TimeoutError
 
-    def submit_object(self, context: Context, bucket: str, name: str, generation: str, size: int) -> Record:
+    def submit_object(self, context: Context, bucket: str, name: str, generation: str, size: int, again: str) -> Record:
         self.done.append(f"submit {bucket}/{name}#{generation} of {size}")
         state = RunState.REJECTED if "bad" in name else RunState.ACCEPTED
         return self.put(record(state, run=names.run_id_of_object(bucket, name, generation)))
@@ -170,7 +170,7 @@ def endpoint(expires: timedelta = HOUR, **fields: Any) -> Endpoint:
 
 
 def blob(name: str = "specs/a.json", age: timedelta = HOUR, size: int | None = 7) -> Any:
-    return SimpleNamespace(name=name, generation=5, size=size, time_created=NOW - age)
+    return SimpleNamespace(name=name, generation=5, size=size, time_created=NOW - age, again="")
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_an_expired_endpoint_is_ended_and_the_run_closed(world: World) -> None:
     [
         ({}, "ttl", "its ttl of 24h is over"),
         ({}, "max_cost_usd", "the budget is spent"),
-        ({"cancel_requested": NOW}, "ttl", "a user has cancelled it"),
+        ({"cancel_requested": NOW, "cancel_cause": "topic t message 1"}, "ttl", "requested by topic t message 1"),
     ],
 )
 def test_the_reason_for_the_end_of_an_endpoint_is_announced(

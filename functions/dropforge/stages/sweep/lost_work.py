@@ -42,16 +42,23 @@ class Dropped(NamedTuple):
     generation: int
     size: int
     time_created: datetime
+    again: str = ""
 
 
 def specs(cloud: Cloud) -> list[Dropped]:
     """Every spec object in the specs bucket, in the order of the names."""
-    fields = "items(name,generation,size,timeCreated),nextPageToken"
+    fields = "items(name,generation,size,timeCreated,metadata),nextPageToken"
     blobs = cloud.clients.storage().list_blobs(
         cloud.settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
     )
     return [
-        Dropped(blob.name, int(blob.generation), int(blob.size or 0), blob.time_created)
+        Dropped(
+            blob.name,
+            int(blob.generation),
+            int(blob.size or 0),
+            blob.time_created,
+            (blob.metadata or {}).get(names.AGAIN, ""),
+        )
         for blob in blobs
         if names.is_spec_object(blob.name)
     ]
@@ -66,14 +73,16 @@ def submit(context: Context, blob: Dropped, now: datetime) -> str:
     """Submit a spec that should have a run by now; return the run, or "" if there is nothing to do."""
     store, bucket, generation = context.store, context.settings.specs_bucket, str(blob.generation)
     run = names.run_id_of_object(bucket, blob.name, generation)
-    if not may_be_lost(blob, now) or store.exists(run):
+    if not may_be_lost(blob, now) or store.exists(run) or store.find(run):
         return ""
     message = "a spec that was dropped and has no run"
     context.log(message, stage="sweep", run=run, severity="WARNING", resource=blob.name)
     # No event repeats this submission: the open mark makes the next sweep look at the run until its end was announced.
     store.put_new(names.open_object(run), f"gs://{bucket}/{blob.name}#{generation}".encode(), "text/plain")
-    record = submit_object(context, bucket, blob.name, generation, blob.size)
-    if record.state is RunState.REJECTED:
+    record = submit_object(context, bucket, blob.name, generation, blob.size, blob.again)
+    if record.run != run:  # it has joined another run
+        store.close(run)
+    elif record.state is RunState.REJECTED:
         store.update(run, lambda latest: latest.with_notice(END_TOLD))
     return run
 
@@ -193,7 +202,7 @@ def _tell_of_endpoint(context: Context, record: Record) -> bool:
         return True
     reason = f"its ttl of {spec.serve.ttl} is over"
     if record.cancel_requested:
-        reason = "a user has cancelled it"
+        reason = f"its end was requested by {record.cancel_cause or 'a user'}"
     elif endpoint.limit == "max_cost_usd":
         reason = "the budget is spent"
     notice = endpoint_ended(record, endpoint, reason, context.now())
