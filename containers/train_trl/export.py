@@ -18,6 +18,8 @@ from .plan import dtype_of
 
 # Files of the base that are not weights: configuration, processors, the model's own code. The tokenizer is saved anew.
 COPIED = (".json", ".jinja", ".model", ".txt", ".py")
+# transformers reads it before chat_template.jinja, which the tokenizer writes, and would take another template.
+OLD_TEMPLATE = "chat_template.json"
 # Settings of a generation that only sampling uses; transformers refuses to save them where do_sample is false.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -47,7 +49,7 @@ def save_beside_weights(base: Path, tokenizer: Any, directory: Path, spec: JobSp
 
     directory.mkdir(parents=True)
     for path in base.iterdir():
-        if path.suffix in COPIED and path.name != merge.INDEX:
+        if path.suffix in COPIED and path.name not in (merge.INDEX, OLD_TEMPLATE):
             shutil.copy(path, directory)
     tokenizer.save_pretrained(directory)
     _save_generation_config(base, tokenizer, directory, spec)

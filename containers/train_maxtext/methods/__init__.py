@@ -44,7 +44,7 @@ class Method(Protocol):
 
     STARTS_FROM_BASE: bool  # training starts with the base model's weights, and not with random weights
 
-    def read(self, work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
+    def read(self, work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
         """The rows that the method takes, as token ids below `vocabulary`. Raises JobError."""
 
     def describe(self, spec: JobSpec) -> Description:

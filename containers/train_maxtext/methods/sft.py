@@ -29,12 +29,13 @@ PROBE_ROWS, PROBE_TOKENS = 64, 8192
 SEALED_ROWS = 4 * ROWS  # training rows to choose from: a seal has the first ROWS that are short enough
 
 
-def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
+def read(work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
     """The spec's rows, as token ids with labels. Raises JobError."""
     spec = work.spec
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
-    cache = TokenCache.of(Job.from_environment(), client, work.directory / "tokens")
-    tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
+    job = Job.from_environment()
+    cache = TokenCache.of(job, client, work.directory / "tokens")
+    tokeniser = Tokeniser(tokenizer, base, spec.model.trust_remote_code, spec.training.method, cache)
     directory = work.directory / "data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     check_gate(spec, split)

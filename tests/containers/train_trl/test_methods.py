@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from containers.common.chat import load_tokenizer
 from containers.common.errors import BAD_CONFIG, JobError
 from containers.common.tokenise import Tokeniser
 from containers.train_maxtext import methods as maxtext_methods
@@ -66,7 +67,8 @@ def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(
         cloud.put(DATA, f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
     source = f"gs://{DATA}/unseen.jsonl"
     document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
-    spec, tokeniser = parse_spec(json.dumps(document).encode()), Tokeniser.load(str(tmp_path), False, "sft", None)
+    tokeniser = Tokeniser(load_tokenizer(str(tmp_path), False), str(tmp_path))
+    spec = parse_spec(json.dumps(document).encode())
     examples = load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
     assert examples.held_out is not None
     assert len(examples.split.held_out) == len(examples.held_out.lengths) == 7

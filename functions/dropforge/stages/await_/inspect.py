@@ -7,7 +7,7 @@ is enough.
 from __future__ import annotations
 
 import math
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
 from dropforge.base.redact import cut
@@ -285,7 +285,14 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
     if not is_current(record):
         return superseded(record)
     _tell_training(context, _before_teardown(record), attempt, spec, is_over=True)
-    for notice in (_truncation(spec, metrics), _beyond(metrics), _unused(manifest.unused_fields), _not_finite(odd)):
+    notices = (
+        _truncation(spec, metrics),
+        _beyond(metrics),
+        _unused(manifest.unused_fields),
+        _dated(manifest.template_date),
+        _not_finite(odd),
+    )
+    for notice in notices:
         if notice is not None:
             record = warn(context, record, spec, notice)
     return Succeeded(serve=spec.serve is not None, gate=gate)
@@ -342,6 +349,14 @@ def _beyond(metrics: dict[str, float | None]) -> Notice | None:
         return None
     text = f"{beyond:.0f} held-out answers are longer than {limit:.0f} tokens and count as wrong: raise "
     return Notice("answers-beyond", "has not judged its longest answers", f"{text}evaluation.max_new_tokens")
+
+
+def _dated(day: date | None) -> Notice | None:
+    """A notice if the base model's chat template shows today's date, and the exported one the date of the training."""
+    if day is None:
+        return None
+    text = f"the chat template always shows {day}, the day of the run: with today's date, prompts would differ each day"
+    return Notice("template-date", "has a date in its chat template", text)
 
 
 def _unused(fields: list[str]) -> Notice | None:
