@@ -59,11 +59,13 @@ def run(work: Work) -> Result:
         "rows_truncated": prepared.truncated,
         "answers_given": prepared.answers[0],
         "answers_learnt": prepared.answers[1],
+        "max_new_tokens": prepared.limit.tokens,
+        "answers_beyond": prepared.limit.beyond,
         "unused_fields": list(prepared.unused_fields),
-    }
-    total_steps(spec, result, devices=1)  # the least number of devices; the train stage counts them
         "template": tokenizer.chat_template,
         "template_date": shown and shown.isoformat(),
+    }
+    total_steps(spec, result, devices=1)  # the least number of devices; the train stage counts them
     return result
 
 

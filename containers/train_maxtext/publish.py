@@ -56,6 +56,8 @@ def all_metrics(work: Work) -> Metrics:
     }
     judged_before = trained["judged_before"] if trained["judged_before"] is not None else notes.get("judged_before")
     metrics |= trained["judged"]
+    if trained["judged"]:
+        metrics |= {name: prepared[name] for name in ("max_new_tokens", "answers_beyond")}
     return metrics | {f"{name}_before": value for name, value in (judged_before or {}).items()}
 
 

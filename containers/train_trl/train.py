@@ -213,14 +213,7 @@ def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan, limit: Ans
         memory=str(plan.estimate),
         max_new_tokens=limit.tokens,
     )
-    if limit.beyond:
-        log(
-            f"{limit.beyond} held-out answers are longer than the {limit.tokens} tokens of a judged answer, and count "
-            "as wrong: raise evaluation.max_new_tokens",
-            stage="train",
-            run=job.run,
-            severity="WARNING",
-        )
+    evaluation.warn_of_long_answers(limit, job.run)
 
 
 def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int) -> float:
