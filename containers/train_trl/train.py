@@ -228,8 +228,7 @@ def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
     from .callbacks import MeasureHeldOut, ReportProgress, StopOnRequest, TellWatchdog, UploadCheckpoints, load_now
-    from .merge import check_adapter
-    from .trainer import freeze_other_parts, keep_gradients, keep_precision, trained_parameters
+    from .trainer import freeze_other_parts, keep_gradients, keep_precision
 
     world, directory = attempt.job.world, attempt.directory / "trainer"
     method = load_method(spec.training.method)
@@ -239,8 +238,6 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
     keep_precision(trainer.model, inputs.plan)
     keep_gradients(trainer.model)
-    if spec.training.adapter.type != "none":
-        check_adapter(Path(inputs.base), trained_parameters(trainer.model))
     if world.sharded:
         shard(trainer, attempt.job)
     if resumed:
