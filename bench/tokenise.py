@@ -38,7 +38,8 @@ def main() -> None:
         )
         for row in tiny.house_rows(ROWS)
     ]
-    tokeniser = Tokeniser.load(str(tiny.base_model(ROOT / "build" / "tiny")), False, "sft", None)
+    base = str(tiny.base_model(ROOT / "build" / "tiny"))
+    tokeniser = Tokeniser(chat.load_tokenizer(base, False), base)
     print(f"{ROWS} rows of {sum(len(row.content) for row in rows) // ROWS} characters")
     show("render alone", lambda: [chat.render(tokeniser.tokenizer, row.messages) for row in rows])
     encoded: Any = None

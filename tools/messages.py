@@ -168,6 +168,7 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
     for notice in (
         notices.not_finite({"perplexity": float("inf")}),
         notices.truncated({"rows_truncated": 40, "rows_train": 900}, 512),
+        notices.dated(NOW.date()),
         notices.beyond({"answers_beyond": 12, "max_new_tokens": 128}),
         notices.unused(["system", "source"]),
     ):

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,9 @@ def trainer() -> Any:
 
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from containers.common import chat, rows
+    from containers.common import chat, rows, training_template
 
-    return rows, chat
+    return rows, chat, training_template
 
 
 def tokens_of(
@@ -80,11 +81,11 @@ def tokens_of(
 ) -> Tokens:
     """Make the token ids of the rows as the trainer does; what it refuses is a finding."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    rows, chat = trainer()
+    rows, chat, training_template = trainer()
     lengths: list[int] = []
     try:
         split = rows.prepare(raw, dataset, evaluation, training.seed, other)
-        tokenizer = chat.load_tokenizer(model.source, model.trust_remote_code)
+        tokenizer, _ = training_template.training_tokenizer(model.source, model, lambda: datetime.now(UTC).date())
         chunk = chat.encode_chunk(tokenizer, split.train, training.max_length, dataset.title, training.learn)
         lengths = chunk.lengths.tolist()
         encoded = chat.join(tokenizer, split.train, [chunk], training.max_length, dataset.title)

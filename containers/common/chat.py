@@ -33,6 +33,11 @@ MINIMAL_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{{ '\\n' }}{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
 )
+# To try a template with.
+EXCHANGE: tuple[Message, Message] = (
+    {"role": "user", "content": "QUESTION"},
+    {"role": "assistant", "content": "ANSWER"},
+)
 IGNORED = -100
 Learn = Literal["answers", "last_answer", "all"]
 THOUGHTS = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
@@ -98,8 +103,11 @@ class Example:
     ends: list[int]
 
 
-def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
-    """The model's tokenizer, with a chat template and a padding token that does not end a turn."""
+def load_tokenizer(directory: str, trust_remote_code: bool, template: Any = None) -> Any:
+    """The model's tokenizer, with a chat template and a padding token that does not end a turn.
+
+    `template` takes the place of the model's chat template; it is what a tokenizer has as `chat_template`.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -108,8 +116,7 @@ def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
         raise config_error(f"model.source has no tokenizer that can be loaded: {error}") from None
     if tokenizer.eos_token_id is None:
         raise config_error("the tokenizer has no end-of-sequence token; expected one, so that answers can end")
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = MINIMAL_TEMPLATE
+    tokenizer.chat_template = template or tokenizer.chat_template or MINIMAL_TEMPLATE
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _spare_token(tokenizer)
     return tokenizer
@@ -124,13 +131,17 @@ def stop_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 
 def end_of_turn(tokenizer: Any) -> int:
     """The special token that the template puts after an answer, else the tokenizer's end of sequence."""
-    marker = "ANSWER"
-    rendered = render(tokenizer, [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": marker}])
-    after = rendered.rpartition(marker)[2]
-    for token in tokenizer(after, add_special_tokens=False)["input_ids"][:1]:
+    after = render(tokenizer, EXCHANGE).rpartition(EXCHANGE[1]["content"])[2]
+    token = first_special(tokenizer, after)
+    return int(tokenizer.eos_token_id) if token is None else token
+
+
+def first_special(tokenizer: Any, text: str) -> int | None:
+    """The token with which a text begins, if it is one that no text of a message becomes."""
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"][:1]:
         if token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder:
             return int(token)
-    return int(tokenizer.eos_token_id)
+    return None
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, for_answer: bool = False, tools: Sequence[Tool] = ()) -> str:
@@ -369,7 +380,7 @@ def _check_rendered(row: Row, index: int, asked: str, answer: str) -> None:
 
 def _lost(part: str, lacks: str, hint: str) -> UnsupportedRow:
     message = f"{part}, and the model's chat template has no place for {lacks}"
-    return UnsupportedRow(message, f"{hint}, or use a model whose template has the place")
+    return UnsupportedRow(message, f"{hint}, or give a template with the place in model.chat_template")
 
 
 def _has(text: str, part: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dropforge.base.log import log
 from dropforge.fit.phases import ANSWER_TOKENS, GENERATION_ROWS, GENERATION_TOKENS, LOSS_TOKENS
 from dropforge.rows import Row
 from dropforge.spec import JobSpec
@@ -40,6 +41,9 @@ class AnswerLimit(NamedTuple):
     beyond: int
 
 
+NO_LIMIT = AnswerLimit(0, 0)  # where no answers are judged
+
+
 def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, max_new_tokens: int) -> Score:
     """The model's loss on the rows, and the share of answers that greedy decoding reproduces exactly."""
     model.eval()
@@ -53,17 +57,36 @@ def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, 
     return Score(loss, right / len(rows), answers)
 
 
-def answer_limit(spec: JobSpec, tokenizer: Any, rows: Sequence[Row], encoded: Encoded | None) -> AnswerLimit:
-    """evaluation.max_new_tokens, or else the longest held-out answer with the token that ends it, within a bound."""
+def answer_limit(
+    spec: JobSpec, tokenizer: Any, rows: Sequence[Row], encoded: Encoded | None, most: int = ANSWER_TOKENS
+) -> AnswerLimit:
+    """evaluation.max_new_tokens, or else the longest held-out answer with the token that ends it, at most `most`."""
     if spec.evaluation is None or encoded is None:
-        return AnswerLimit(0, 0)
-    stop, ids, labels = end_of_turn(tokenizer), encoded.input_ids, encoded.labels
-    sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
+        return NO_LIMIT
+    sizes = answer_sizes(tokenizer, encoded)
     limit = spec.evaluation.max_new_tokens
     if limit is None:
-        limit = min(ANSWER_TOKENS, max([1, *sizes]))
+        limit = min(most, max([1, *sizes]))
     beyond = sum(size - 1 > limit for size in sizes) if all(row.messages for row in rows) else 0
     return AnswerLimit(limit, beyond)
+
+
+def warn_of_long_answers(limit: AnswerLimit, run: str) -> None:
+    """Log how many held-out answers count as wrong because they are too long."""
+    if limit.beyond:
+        log(
+            f"{limit.beyond} held-out answers are longer than the {limit.tokens} tokens of a judged answer, and count "
+            "as wrong: raise evaluation.max_new_tokens",
+            stage="train",
+            run=run,
+            severity="WARNING",
+        )
+
+
+def answer_sizes(tokenizer: Any, encoded: Encoded) -> list[int]:
+    """`answer_tokens` of each row."""
+    stop, ids, labels = end_of_turn(tokenizer), encoded.input_ids, encoded.labels
+    return [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
 
 
 def answer_tokens(ids: Ints, labels: Ints, stop: int) -> int:

@@ -6,7 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
 
+from dropforge.base.names import spec_object
 from dropforge.run.proof import VARIABLE
 
 from .errors import config_error
@@ -63,3 +66,10 @@ class Job:
             key=environ.get(VARIABLE, ""),
             world=world,
         )
+
+    def day(self, client: Any) -> date:
+        """The day (UTC) on which the run was accepted: the same in all attempts and on all machines."""
+        spec = client.bucket(self.bucket).blob(spec_object(self.run))
+        spec.reload()
+        accepted: date = spec.time_created.date()
+        return accepted

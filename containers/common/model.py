@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = 
     path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
     check_servable(spec, Path(path))
     return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit
+
+
+def base_day(client: Any, source: Source) -> date:
+    """The day (UTC) on which the base model got its files: the same for all runs with this source."""
+    if source.uri.startswith("gs://"):
+        bucket, prefix = artifacts.parse_gs_uri(source.uri)
+        newest: date = max(blob.updated for blob in client.list_blobs(bucket, prefix=f"{prefix.rstrip('/')}/")).date()
+        return newest
+    from huggingface_hub import list_repo_commits
+
+    committed: date = list_repo_commits(source.uri, revision=source.revision)[0].created_at.date()
+    return committed
 
 
 def check_servable(spec: JobSpec, directory: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,15 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the base model and the data came from, and the fields of the data that the training did not use."""
+    """Where the base model and the data came from, and the fields of the data that the training did not use.
+
+    `template_date` is the date that the chat template always shows, where the base model's shows today's.
+    """
 
     base: Source
     dataset: Source
     unused_fields: tuple[str, ...] = ()
+    template_date: date | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ def write_card(
 ) -> None:
     """Write README.md, the model card."""
     rows = "\n".join(f"| {name} | {_number(value)} |" for name, value in metrics.items())
+    shown = provenance.template_date
+    told = f"always {shown}; the base model's template shows today's date"
+    dated = f"| date in the chat template | {told} |\n" if shown else ""
     card = f"""---
 base_model: {json.dumps(provenance.base.uri)}
 library_name: transformers
@@ -78,7 +85,7 @@ tags: [dropforge, {spec.training.method}]
 | base model | `{provenance.base.uri}` at `{provenance.base.revision}` |
 | data set | `{provenance.dataset.uri}` at `{provenance.dataset.revision}` |
 | method | {description.method} |
-| licence | that of the base model and of the data |
+{dated}| licence | that of the base model and of the data |
 
 | metric | value |
 |---|---|
@@ -124,6 +131,7 @@ def publish(
         files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
         versions={name: version(name) for name in packages},
         unused_fields=[cut(name, MAX_FIELD) for name in provenance.unused_fields[:MAX_FIELDS]],
+        template_date=provenance.template_date,
     )
     _delete_unlisted(client, job, manifest, f"{artifacts.model_prefix(job.run)}{prefix}/")
     try:

@@ -43,7 +43,10 @@ COUNTS = ("truncated", "dropped", "refused", "given", "learnt")  # fields of Enc
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """Encodes rows for one model and method. Without a `cache`, every call computes."""
+    """Encodes rows for one model and method. Without a `cache`, every call computes.
+
+    `base` is the directory of the tokenizer, whose chat template may differ from the directory's.
+    """
 
     tokenizer: Any
     base: str
@@ -51,11 +54,6 @@ class Tokeniser:
     method: str = "sft"
     cache: TokenCache | None = None
     processes: int | None = None  # by default, those that pay off
-
-    @classmethod
-    def load(cls, base: str, trust_remote_code: bool, method: str, cache: TokenCache | None) -> Tokeniser:
-        """The tokeniser of the model in the directory `base`. Raises JobError if the model has no tokenizer."""
-        return cls(chat.load_tokenizer(base, trust_remote_code), base, trust_remote_code, method, cache)
 
     def encode(self, rows: Sequence[Row], max_length: int, source: str, learn: Learn = "answers") -> Encoded:
         """As chat.encode: the same result for any number of processes. Raises JobError."""
@@ -91,7 +89,7 @@ class Tokeniser:
         if processes == 1:
             return (chat.encode_chunk(self.tokenizer, part, max_length, source, learn) for part in parts)
         work = partial(_encode_chunk, max_length=max_length, source=source, learn=learn)
-        start = (self.base, self.trust_remote_code)
+        start = (self.base, self.trust_remote_code, self.tokenizer.chat_template)
         return in_processes(work, parts, processes, f"tokenise the rows of {source}", _start_process, start)
 
 
@@ -259,10 +257,10 @@ def _digest(arrays: dict[str, Any], counts: dict[str, str]) -> str:
 _tokenizer: Any = None  # of a process of the pool
 
 
-def _start_process(base: str, trust_remote_code: bool) -> None:
+def _start_process(base: str, trust_remote_code: bool, template: Any) -> None:
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes take all cores
-    _tokenizer = chat.load_tokenizer(base, trust_remote_code)
+    _tokenizer = chat.load_tokenizer(base, trust_remote_code, template)
 
 
 def _encode_chunk(rows: Sequence[Row], max_length: int, source: str, learn: Learn) -> Chunk:

@@ -42,7 +42,7 @@ def run(work: Work) -> Result:
             "hardware=cpu",
         ]
     )
-    tokenizer = chat.load_tokenizer(str(base), work.spec.model.trust_remote_code)
+    tokenizer = chat.load_tokenizer(str(base), work.spec.model.trust_remote_code, prepared["template"])
     tokenizer.save_pretrained(directory)
     write_configs(base, directory, tokenizer)
     if expected := tensors(base):  # pre-training downloads no weights; the check stage counts the model's tensors

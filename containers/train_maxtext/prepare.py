@@ -9,7 +9,9 @@ from pathlib import Path
 
 from containers.common import fit
 from containers.common.errors import data_error
+from containers.common.job import Job
 from containers.common.model import fetch_model
+from containers.common.training_template import training_tokenizer
 from dropforge.cloud.clients import Clients
 from dropforge.fit.maxtext import BATCH_SIZE
 from dropforge.spec import JobSpec
@@ -31,7 +33,8 @@ def run(work: Work) -> Result:
     base, base_source = fetch_model(spec, client, work.base, weights=method.STARTS_FROM_BASE)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
-    prepared = method.read(work, client, base, config["vocab_size"], tpu)
+    tokenizer, shown = training_tokenizer(base, spec.model, lambda: Job.from_environment().day(client))
+    prepared = method.read(work, client, base, tokenizer, config["vocab_size"], tpu)
     prepared.data.save(work.rows)
     for path, rows in ((work.held_out, prepared.held_out), (work.sealed, prepared.sealed)):
         path.write_text(json.dumps([{"messages": row.messages, "text": row.text, "tools": row.tools} for row in rows]))
@@ -56,7 +59,11 @@ def run(work: Work) -> Result:
         "rows_truncated": prepared.truncated,
         "answers_given": prepared.answers[0],
         "answers_learnt": prepared.answers[1],
+        "max_new_tokens": prepared.limit.tokens,
+        "answers_beyond": prepared.limit.beyond,
         "unused_fields": list(prepared.unused_fields),
+        "template": tokenizer.chat_template,
+        "template_date": shown and shown.isoformat(),
     }
     total_steps(spec, result, devices=1)  # the least number of devices; the train stage counts them
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import date
 
 from containers.common.job import Job
 from containers.common.publish import Metrics, Provenance, publish, write_card
@@ -21,7 +22,8 @@ def run(work: Work) -> Result:
     prepared, spec = work.done("prepare"), work.spec
     metrics = all_metrics(work)
     sources = Source(**prepared["base_source"]), Source(**prepared["data_source"])
-    provenance = Provenance(*sources, tuple(prepared["unused_fields"]))
+    shown = prepared["template_date"]
+    provenance = Provenance(*sources, tuple(prepared["unused_fields"]), date.fromisoformat(shown) if shown else None)
     write_card(work.exported, spec, load_method(spec.training.method).describe(spec), provenance, metrics)
     job, client = Job.from_environment(), Clients().storage()
     manifest = publish(client, job, work.exported, spec, provenance, metrics, PACKAGES)
@@ -54,6 +56,8 @@ def all_metrics(work: Work) -> Metrics:
     }
     judged_before = trained["judged_before"] if trained["judged_before"] is not None else notes.get("judged_before")
     metrics |= trained["judged"]
+    if trained["judged"]:
+        metrics |= {name: prepared[name] for name in ("max_new_tokens", "answers_beyond")}
     return metrics | {f"{name}_before": value for name, value in (judged_before or {}).items()}
 
 

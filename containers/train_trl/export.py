@@ -14,10 +14,12 @@ from containers.common.publish import BASE, MODEL
 from dropforge.rows import Row
 from dropforge.spec import JobSpec
 
-from .plan import dtype_of
+from .plan import dtype_of, empty_model
 
 # Files of the base that are not weights: configuration, processors, the model's own code. The tokenizer is saved anew.
 COPIED = (".json", ".jinja", ".model", ".txt", ".py")
+# transformers reads it before chat_template.jinja, which the tokenizer writes, and would take another template.
+OLD_TEMPLATE = "chat_template.json"
 # Settings of a generation that only sampling uses; transformers refuses to save them where do_sample is false.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -47,16 +49,17 @@ def save_beside_weights(base: Path, tokenizer: Any, directory: Path, spec: JobSp
 
     directory.mkdir(parents=True)
     for path in base.iterdir():
-        if path.suffix in COPIED and path.name != merge.INDEX:
+        if path.suffix in COPIED and path.name not in (merge.INDEX, OLD_TEMPLATE):
             shutil.copy(path, directory)
     tokenizer.save_pretrained(directory)
     _save_generation_config(base, tokenizer, directory, spec)
 
 
 def rehearse(base: Path, tokenizer: Any, rows: Sequence[Row], directory: Path, spec: JobSpec) -> None:
-    """Do before the training what the export does beside the weights, and read it back. Raises JobError.
+    """Do before the training what the export does, without the base's weights, and read it back. Raises JobError.
 
-    A tokenizer or a configuration that cannot be saved would else end the run after the training was paid for.
+    A tokenizer, a configuration or an adapter that cannot be saved would else end the run after the training was paid
+    for.
     """
     try:
         save_beside_weights(base, tokenizer, served_directory(directory, spec), spec)
@@ -66,7 +69,47 @@ def rehearse(base: Path, tokenizer: Any, rows: Sequence[Row], directory: Path, s
             "nothing was trained; correct these files in a copy of the model, and name the copy in model.source",
         ) from None
     check_prompts(directory, tokenizer, rows, spec)
+    if spec.training.adapter.type != "none":
+        rehearse_adapter(base, directory, spec)
     shutil.rmtree(directory)
+
+
+def rehearse_adapter(base: Path, directory: Path, spec: JobSpec) -> None:
+    """Save an adapter of zeros, merge it, and load it beside the model's class, as export and server do.
+
+    Raises JobError.
+    """
+    import torch
+    from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+
+    from . import merge
+    from .trainer import lora_config, trained_parameters
+
+    checkpoint, saved = directory / "checkpoint", directory / "adapter"
+    try:
+        model = empty_model(str(base), spec.model.trust_remote_code)
+        adapted = get_peft_model(model, lora_config(spec, model))
+        merge.check_adapter(base, trained_parameters(adapted))
+        zeros = {name: torch.zeros(each.shape) for name, each in adapted.named_parameters() if each.requires_grad}
+        adapted.save_pretrained(checkpoint, state_dict=zeros, save_embedding_layers=False)
+        merge.check_zero(base, checkpoint)
+        _save_adapter(checkpoint, saved, spec)
+        again = empty_model(str(base), spec.model.trust_remote_code)
+        config = PeftConfig.from_pretrained(saved)
+        config.base_model_name_or_path = None  # PEFT warns that the model's directory has another name
+        loaded = get_peft_model(again, config)
+        weights = load_peft_weights(str(saved), device="cpu")
+        result = set_peft_model_state_dict(loaded, weights, low_cpu_mem_usage=True)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise config_error(
+            f"an adapter of this model cannot be saved, merged and loaded: {type(error).__name__}: {error}",
+            "nothing was trained; name linear layers in training.adapter.target_modules, or use 'all-linear'",
+        ) from None
+    if lost := [*result.unexpected_keys, *(name for name in result.missing_keys if name in zeros)]:
+        raise config_error(
+            f"a saved adapter is loaded without {len(lost)} of its {len(zeros)} tensors, {lost[0]} among them",
+            "nothing was trained; the model's class renames its modules, so that no adapter of it can be served",
+        )
 
 
 def shares(spec: JobSpec) -> bool:

@@ -33,6 +33,12 @@ class Pair(NamedTuple):
     scale: float
     transposed: bool
 
+    @property
+    def shape(self) -> list[int]:
+        """That of the module's weight."""
+        shape = [self.b.shape[0], self.a.shape[1]]
+        return shape[::-1] if self.transposed else shape
+
     def change(self) -> torch.Tensor:
         change = (self.b @ self.a).mul_(self.scale)
         return change.T if self.transposed else change
@@ -129,6 +135,34 @@ def check_adapter(base: Path, parameters: Iterable[str]) -> None:
                 "merged into quantised weights",
                 "name the unquantised model in model.source; an adapter of type qlora quantises it for the training",
             )
+
+
+def check_zero(base: Path, checkpoint: Path) -> None:
+    """Check, before the training, that an adapter of zeros fits the base's weights and changes none of them.
+
+    Compares the shapes of all weights, and the numbers of the smallest. Raises JobError.
+    """
+    pairs = _read_adapter(checkpoint)
+    modules = _by_file_name(pairs)
+    fitting: dict[str, tuple[int, Path, str]] = {}
+    for path in weight_files(base):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                module = modules.get(file_name(name)) if name.endswith(".weight") else None
+                if module is not None and _shape(file, name) == pairs[module].shape:
+                    fitting[module] = math.prod(pairs[module].shape), path, name
+    if missing := sorted(set(pairs) - set(fitting)):
+        raise config_error(
+            f"the model's files have no weights of the shape {pairs[missing[0]].shape} for {missing[0]!r}, "
+            "which training.adapter would train",
+            "nothing was trained; the files belong to another model than config.json, or are packed or quantised",
+        )
+    module = min(fitting, key=lambda name: fitting[name][0])
+    _, path, name = fitting[module]
+    with safe_open(path, "pt") as file:
+        weight = file.get_tensor(name)
+    if not _sum(name, weight, pairs[module].change()).equal(weight):
+        raise code_error(f"an adapter of zeros changes {name}", "nothing was trained; the merge has a bug")
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -86,17 +86,25 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
         return shape_on_meta(directory, trust_remote_code)
 
 
-def shape_on_meta(directory: str, trust_remote_code: bool) -> ModelShape:
-    """The model's shape, counted in its class on the meta device, where tensors have no memory."""
+def empty_model(directory: str, trust_remote_code: bool) -> Any:
+    """The model on the meta device, where tensors have no memory. Raises JobError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise config_error(f"model.source is not a causal language model that can be loaded: {error}") from None
+
+
+def shape_on_meta(directory: str, trust_remote_code: bool) -> ModelShape:
+    """The model's shape, counted in its class."""
+    import torch
+
+    model = empty_model(directory, trust_remote_code)
+    config = model.config
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     text = config.get_text_config()

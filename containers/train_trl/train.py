@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from containers.common.attempt import Attempt, exit_now, run_attempt
 from containers.common.checkpoints import NOTES
 from containers.common.evaluation import AnswerLimit, Score
 from containers.common.job import Job
-from containers.common.model import fetch_model
+from containers.common.model import base_day, fetch_model
 from containers.common.outcome import Outcome
 from containers.common.publish import Metrics, Provenance, publish, write_card
 from containers.common.report import ProgressMeter
 from containers.common.tokenise import TokenCache, Tokeniser
+from containers.common.training_template import training_tokenizer
 from containers.common.watchdog import Watchdog
 from containers.common.world import World
 from dropforge.base.log import log
@@ -112,6 +114,7 @@ class Inputs:
     examples: Examples
     plan: Plan
     limit: AnswerLimit
+    template_date: date | None = None  # that the tokenizer's chat template always shows
 
     def digest(self, checkpoint: Path | None) -> str:
         """Equal on machines whose ranks train alike."""
@@ -134,10 +137,12 @@ def prepare(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
         inputs, checkpoint = read_inputs(spec, attempt)
         # A tokenizer with code of its own cannot be pickled.
         digest = inputs.digest(checkpoint)
-        ranks.hand_over(attempt.directory, (replace(inputs, tokenizer=None), checkpoint, digest))
+        template = inputs.tokenizer.chat_template
+        ranks.hand_over(attempt.directory, (replace(inputs, tokenizer=None), template, checkpoint, digest))
     else:
-        inputs, checkpoint, digest = ranks.hand_over(attempt.directory)
-        inputs = replace(inputs, tokenizer=chat.load_tokenizer(inputs.base, spec.model.trust_remote_code))
+        inputs, template, checkpoint, digest = ranks.hand_over(attempt.directory)
+        tokenizer = chat.load_tokenizer(inputs.base, spec.model.trust_remote_code, template)
+        inputs = replace(inputs, tokenizer=tokenizer)
     use_threads(inputs.plan)
     attempt.checkpoints.launch = ranks.agree(digest)
     return inputs, checkpoint
@@ -156,7 +161,8 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     base, base_source = fetch_model(spec, attempt.client, directory / "base")
     method = load_method(spec.training.method)
     cache = TokenCache.of(attempt.job, attempt.client, directory / "tokens")
-    tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
+    tokenizer, shown = training_tokenizer(base, spec.model, lambda: template_day(spec, attempt, base_source))
+    tokeniser = Tokeniser(tokenizer, base, spec.model.trust_remote_code, spec.training.method, cache)
     examples = method.read_examples(spec, tokeniser, attempt.client, directory / "data")
     shape = shape_of(base, spec.model.trust_remote_code)
     plan = make_plan(spec, shape, device, examples.lengths, world.size)
@@ -166,10 +172,17 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     from . import export
 
     rows = examples.split.held_out or examples.split.train[:REHEARSED_ROWS]
-    export.rehearse(Path(base), tokeniser.tokenizer, rows, directory / "rehearsal", spec)
-    limit = evaluation.answer_limit(spec, tokeniser.tokenizer, examples.split.held_out, examples.held_out)
+    export.rehearse(Path(base), tokenizer, rows, directory / "rehearsal", spec)
+    limit = evaluation.answer_limit(spec, tokenizer, examples.split.held_out, examples.held_out)
     log_plan(spec, attempt.job, examples, plan, limit)
-    return Inputs(base, base_source, tokeniser.tokenizer, examples, plan, limit), checkpoint
+    return Inputs(base, base_source, tokenizer, examples, plan, limit, shown), checkpoint
+
+
+def template_day(spec: JobSpec, attempt: Attempt, base: Source) -> date:
+    """The date for a chat template that shows today's: the adapters of a shared endpoint have one template."""
+    if spec.serve is not None and spec.serve.share:
+        return base_day(attempt.client, base)
+    return attempt.job.day(attempt.client)
 
 
 def check_phases(spec: JobSpec, client: Any, directory: Path, device: Device) -> None:
@@ -200,14 +213,7 @@ def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan, limit: Ans
         memory=str(plan.estimate),
         max_new_tokens=limit.tokens,
     )
-    if limit.beyond:
-        log(
-            f"{limit.beyond} held-out answers are longer than the {limit.tokens} tokens of a judged answer, and count "
-            "as wrong: raise evaluation.max_new_tokens",
-            stage="train",
-            run=job.run,
-            severity="WARNING",
-        )
+    evaluation.warn_of_long_answers(limit, job.run)
 
 
 def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int) -> float:
@@ -222,8 +228,7 @@ def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
     from .callbacks import MeasureHeldOut, ReportProgress, StopOnRequest, TellWatchdog, UploadCheckpoints, load_now
-    from .merge import check_adapter
-    from .trainer import freeze_other_parts, keep_gradients, keep_precision, trained_parameters
+    from .trainer import freeze_other_parts, keep_gradients, keep_precision
 
     world, directory = attempt.job.world, attempt.directory / "trainer"
     method = load_method(spec.training.method)
@@ -233,8 +238,6 @@ def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None)
     trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
     keep_precision(trainer.model, inputs.plan)
     keep_gradients(trainer.model)
-    if spec.training.adapter.type != "none":
-        check_adapter(Path(inputs.base), trained_parameters(trainer.model))
     if world.sharded:
         shard(trainer, attempt.job)
     if resumed:
@@ -367,7 +370,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
         evaluation.write_samples(directory, examples.split.held_out, before.answers, after.answers)
     metrics |= links
     seal_export(spec, job, inputs, served, directory, links)
-    provenance = Provenance(inputs.base_source, examples.source, examples.split.unused)
+    provenance = Provenance(inputs.base_source, examples.source, examples.split.unused, inputs.template_date)
     write_card(directory, spec, method.describe(spec), provenance, metrics)
     return publish(attempt.client, job, directory, spec, provenance, metrics, VERSIONS)
 

@@ -130,6 +130,22 @@ def test_the_token_ids_are_those_of_the_trainer(dropforge: Run, model: str) -> N
     assert len(told["shown"]) == 2
 
 
+def test_the_template_of_the_spec_is_tried_and_makes_the_token_ids(dropforge: Run, model: str) -> None:
+    Path("rows.jsonl").write_text(lines(ROWS))
+    turns = "{% for m in messages %}{{ m.role }}> {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    template = f"{turns}{{% if add_generation_prompt %}}assistant> {{% endif %}}"
+    options = ("--model", model, "--show", "1", "--json")
+    path = spec(dataset={"source": "rows.jsonl"}, model={"source": "owner/tiny-1m", "chat_template": template})
+    [shown] = json.loads(dropforge("data", "check", path, *options).stdout)["tokens"]["shown"]
+    asked, _ = shown["parts"]
+    assert asked["text"].startswith("user> ")
+    assert asked["text"].endswith("assistant> ")
+    path = spec(dataset={"source": "rows.jsonl"}, model={"source": "owner/tiny-1m", "chat_template": turns})
+    refused = dropforge("data", "check", path, *options)
+    assert refused.exit_code == 1
+    assert "model.chat_template ignores add_generation_prompt" in refused.stdout
+
+
 def test_rows_are_shown_with_what_is_learnt(dropforge: Run, model: str) -> None:
     Path("rows.jsonl").write_text(lines(ROWS))
     output = dropforge("data", "check", "rows.jsonl", "--model", model, "--show", "1").output

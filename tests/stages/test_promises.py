@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,7 +131,9 @@ class Place:
         return self.store.record(RUN)
 
 
-def commit(place: Place, unused_fields: tuple[str, ...] = (), **metrics: float | None) -> None:
+def commit(
+    place: Place, unused_fields: tuple[str, ...] = (), template_date: date | None = None, **metrics: float | None
+) -> None:
     """Write the manifest of a model, as a training container does."""
     source = Source(uri="u", revision="r")
     manifest = Manifest(
@@ -146,6 +148,7 @@ def commit(place: Place, unused_fields: tuple[str, ...] = (), **metrics: float |
         serve_path="attempt-1/model",
         versions={},
         unused_fields=list(unused_fields),
+        template_date=template_date,
     )
     path = f"{model_prefix(RUN)}{MANIFEST}"
     document = json.loads(manifest.model_dump_json(exclude={"proof"})) | {"metrics": metrics}  # NaN, too, as json does

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
-from datetime import timedelta
+from datetime import date, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -807,6 +807,18 @@ def test_people_are_told_the_fields_of_the_data_that_nothing_has_read(fields: li
         assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
     texts = [event["details"]["text"] for event in place.events if event["notice"]]
     assert [text.partition(":")[0] for text in texts] == (["mood, page"] if fields else [])
+
+
+@pytest.mark.parametrize("shown", [None, date(2026, 11, 29)])
+def test_people_are_told_of_a_date_that_the_chat_template_always_shows(shown: date | None) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running()])
+    commit(place, template_date=shown)
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    texts = [event["details"]["text"] for event in place.events if event["notice"]]
+    assert [text.partition(", ")[0] for text in texts] == (
+        ["the chat template always shows 2026-11-29"] if shown else []
+    )
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from containers.common.errors import config_error
+from containers.common.evaluation import NO_LIMIT, AnswerLimit
 from containers.common.publish import Description
 from dropforge.rows import Row
 from dropforge.run.artifacts import Source
@@ -26,6 +27,7 @@ class Prepared:
     """The token ids to train on, their source, and counts of the rows behind them.
 
     `sealed` are the rows whose answers may seal the model: held-out rows, or training rows where none are held out.
+    `limit` is that of a judged answer.
     """
 
     data: Data
@@ -37,6 +39,7 @@ class Prepared:
     truncated: int = 0
     answers: tuple[int, int] = (0, 0)  # those that the rows have, and those that are learnt whole
     unused_fields: tuple[str, ...] = ()
+    limit: AnswerLimit = NO_LIMIT
 
 
 class Method(Protocol):
@@ -44,7 +47,7 @@ class Method(Protocol):
 
     STARTS_FROM_BASE: bool  # training starts with the base model's weights, and not with random weights
 
-    def read(self, work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
+    def read(self, work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
         """The rows that the method takes, as token ids below `vocabulary`. Raises JobError."""
 
     def describe(self, spec: JobSpec) -> Description:

@@ -22,7 +22,7 @@ STARTS_FROM_BASE = False
 PROBE_TOKENS = 16_384
 
 
-def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
+def read(work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
     return synthetic(work.spec, vocabulary, tpu)
 
 

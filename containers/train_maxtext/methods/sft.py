@@ -10,7 +10,7 @@ import numpy as np
 from containers.common import chat
 from containers.common import rows as data
 from containers.common.errors import config_error
-from containers.common.evaluation import answer_tokens, check_gate
+from containers.common.evaluation import AnswerLimit, answer_limit, answer_sizes, check_gate, warn_of_long_answers
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
 from containers.common.tokenise import TokenCache, Tokeniser, encode_split
@@ -29,12 +29,13 @@ PROBE_ROWS, PROBE_TOKENS = 64, 8192
 SEALED_ROWS = 4 * ROWS  # training rows to choose from: a seal has the first ROWS that are short enough
 
 
-def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
+def read(work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
     """The spec's rows, as token ids with labels. Raises JobError."""
     spec = work.spec
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
-    cache = TokenCache.of(Job.from_environment(), client, work.directory / "tokens")
-    tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
+    job = Job.from_environment()
+    cache = TokenCache.of(job, client, work.directory / "tokens")
+    tokeniser = Tokeniser(tokenizer, base, spec.model.trust_remote_code, spec.training.method, cache)
     directory = work.directory / "data"
     split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     check_gate(spec, split)
@@ -42,12 +43,15 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     held_out = held or encoded
     check_vocabulary(encoded, vocabulary)
     packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)
+    # A forward pass costs the same for any length, so no other limit than that of the spec.
+    limit = answer_limit(spec, tokenizer, split.held_out, held, most=length)
+    warn_of_long_answers(limit, job.run)
     prepared = Data(
         train=encoded,
         probe=held_out[: probe_rows(held_out.lengths)],
         sequences=pack(encoded.lengths, length) if packing else [[row] for row in range(len(encoded.input_ids))],
         length=length,
-        **judged(spec, split, held_out, tokeniser.tokenizer),
+        **judged(split, held, tokenizer, limit),
     )
     return Prepared(
         prepared,
@@ -59,24 +63,22 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
         truncated=encoded.truncated,
         answers=(encoded.given, encoded.learnt),
         unused_fields=split.unused,
+        limit=limit,
     )
 
 
-def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: Any) -> dict[str, Any]:
+def judged(split: data.Split, held_out: chat.Encoded | None, tokenizer: Any, limit: AnswerLimit) -> dict[str, Any]:
     """The fields of Data for the held-out rows, which the chips judge; {} if none are held out.
 
-    Greedy decoding cannot match an answer that was cut, or that is longer than `evaluation.max_new_tokens`. Nor does it
+    Greedy decoding cannot match an answer that was cut, or that is longer than the limit. Nor does it
     match the answers of the rows that were dropped, of which nothing is left to judge. Plain texts have no answers.
     """
-    if not split.held_out or spec.evaluation is None:
+    if held_out is None:
         return {}
     if not all(row.messages for row in split.held_out):
         return {"held_out": held_out}
-    # With the token that ends the answer. A forward pass costs the same for any length, so there is no other limit.
-    longest = (spec.evaluation.max_new_tokens or max(held_out.lengths)) + 1
-    stop, ids, labels = chat.end_of_turn(tokenizer), held_out.input_ids, held_out.labels
-    sizes = [answer_tokens(ids.row(index), labels.row(index), stop) for index in range(len(ids))]
-    answers = [size if size <= longest else 0 for size in sizes]
+    longest = limit.tokens + 1  # with the token that ends the answer
+    answers = [size if size <= longest else 0 for size in answer_sizes(tokenizer, held_out)]
     answers += [0] * (held_out.dropped - len(held_out.refused))
     return {"held_out": held_out, "answers": np.array(answers, np.int32)}
 

@@ -18,7 +18,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -101,6 +101,7 @@ class Manifest(BaseModel):
     versions: dict[str, str] = {}
     # Of the data set's rows and messages: the training used none of them.
     unused_fields: list[Annotated[str, Field(max_length=MAX_FIELD + 3)]] = Field(default=[], max_length=MAX_FIELDS)
+    template_date: date | None = None  # that the chat template always shows, where the base model's shows today's
     proof: str = ""  # run/proof.py; `write_manifest` adds it
 
 

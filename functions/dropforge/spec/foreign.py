@@ -11,6 +11,7 @@ _NAMES = {
     "model.source": "model_name_or_path base_model base_model_config model_name model_id pretrained_model_name_or_path",
     "model.revision": "model_revision revision_of_model",
     "model.attn_implementation": "attn_impl flash_attention flash_attn use_flash_attention_2 sdp_attention",
+    "model.chat_template": "chat_template_jinja chat_template_path custom_chat_template template",
     "dataset.source": "dataset_name dataset_dir datasets data_path data_files train_file training_file",
     "dataset.config": "dataset_config dataset_config_name subset",
     "dataset.split": "dataset_split dataset_train_split train_on_split",

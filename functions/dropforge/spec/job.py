@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from .chat_template import problem_of
 from .kinds import AnyServe, AnyTarget
 from .parts import (
     NAMED_KEYS,
@@ -88,11 +89,24 @@ class Model(Part):
         default="auto",
         description="The attention kernel, by its name in transformers; auto: the image's fastest.",
     )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=65_536,
+        description="A chat template of your own in place of the model's, as text of Jinja (docs/training.md).",
+    )
 
     @field_validator("source")
     @classmethod
     def _is_a_source(cls, value: str) -> str:
         return check_source(value)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, value: str | None) -> str | None:
+        if value is not None and (problem := problem_of(value)):
+            raise Wrong("", f"not a chat template: {problem}", value, "Jinja that transformers renders")
+        return value
 
 
 class Columns(Part):

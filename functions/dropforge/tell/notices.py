@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 
 from dropforge.base.figures import usd
 from dropforge.base.redact import cut
@@ -73,6 +73,14 @@ def unused(fields: list[str]) -> Notice | None:
         return None
     text = f"{', '.join(fields)}: if one of them should teach something, write it into the messages or the templates"
     return Notice("fields-unused", "has not used fields of its data", text)
+
+
+def dated(day: date | None) -> Notice | None:
+    """The base model's chat template shows today's date, and the exported one the date of the run."""
+    if day is None:
+        return None
+    text = f"the chat template always shows {day}, the day of the run: with today's date, prompts would differ each day"
+    return Notice("template-date", "has a date in its chat template", text)
 
 
 def endpoint_lost(record: Record, endpoint: Endpoint, now: datetime) -> Notice:

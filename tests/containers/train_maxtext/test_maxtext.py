@@ -285,6 +285,34 @@ def test_pretraining_on_synthetic_data_exports_the_model_that_it_trained(
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-3)
 
 
+@pytest.mark.timeout(1800)
+def test_a_template_of_the_spec_with_today_s_date_is_exported_with_the_day_of_the_run(
+    image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
+) -> None:
+    """The limit of the judged answers is lower than most of them: they are counted."""
+    template = (
+        "{{ strftime_now('%Y-%m-%d') }}\n{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA: "
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    document = spec(model={"chat_template": template}, training={"max_steps": 2}, evaluation={"max_new_tokens": 2})
+    attempt = image_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(tmp_path))
+    assert attempt.wait() == 0, attempt.output
+    manifest = read_manifest(cloud.client, RUNS, attempt.run, RUN_KEY)
+    assert manifest is not None
+    day = cloud.client.bucket(RUNS).get_blob(f"runs/{attempt.run}/spec.json").time_created.date()
+    assert manifest.template_date == day
+    exported = read_artifact(cloud.client, RUNS, manifest, "model/chat_template.jinja").decode()
+    assert exported == template.replace("strftime_now('%Y-%m-%d')", f'"{day}"')
+    assert f"| always {day};" in read_artifact(cloud.client, RUNS, manifest, "README.md").decode()
+    seal = read_seal(cloud.client, RUNS, manifest)
+    tokenizer = load_tokenizer(str(tmp_path / attempt.run / "export" / "model"), trust_remote_code=False)
+    assert seal is not None
+    assert tokenizer.decode(seal.rows[0].prompt).startswith(f"{day}\nQ: ")
+    metrics: dict[str, Any] = manifest.metrics
+    assert metrics["max_new_tokens"] == 2
+    assert 0 < metrics["answers_beyond"] <= metrics["rows_eval"] == 16
+
+
 @pytest.mark.skipif(
     not os.environ.get("DROPFORGE_TEST_FAMILIES"), reason="another minute; set DROPFORGE_TEST_FAMILIES=1 to run it"
 )

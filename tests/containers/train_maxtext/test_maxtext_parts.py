@@ -17,7 +17,7 @@ import pytest
 
 from containers.common.chat import IGNORED, Encoded, encode, load_tokenizer
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
-from containers.common.evaluation import answer_tokens
+from containers.common.evaluation import AnswerLimit, answer_limit, answer_sizes, answer_tokens
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
@@ -194,11 +194,32 @@ def test_held_out_rows_that_do_not_fit_are_not_matched() -> None:
     held_out = [Row(({"role": "user", "content": question}, answer)) for question in questions]
     encoded = encode(tokenizer, held_out, 100, "rows")
     assert encoded.dropped == 1
-    fields = judged(spec().model_copy(update={"evaluation": Evaluation()}), Split([], held_out, 0), encoded, tokenizer)  # type: ignore[arg-type]
+    fields = judged(Split([], held_out, 0), encoded, tokenizer, AnswerLimit(100, 0))  # type: ignore[arg-type]
     data = Data(rows(3), rows(3), [[0]], 100, **fields)
     assert sum(bool(batch["answers"].any()) for batch in data.judged(1)) == 9
     assert data.exact_match(9) == 0.9
     assert Data(rows(3), rows(3), [[0]], 8, rows(3)).exact_match(0) is None
+
+
+def test_an_answer_beyond_the_limit_is_counted_and_not_matched() -> None:
+    tokenizer = load_tokenizer(str(same_class.make(ROOT / "build" / "same_class", "qwen3")), False)
+    answers = ["yes", "yes, it is a number, and a number it is, as far as anybody knows"]
+    held_out = [
+        Row(({"role": "user", "content": f"is {at} a number?"}, {"role": "assistant", "content": answers[at % 2]}))
+        for at in range(6)
+    ]
+    encoded = encode(tokenizer, held_out, 100, "rows")
+    shorter = answer_sizes(tokenizer, encoded)[0] - 1  # without the token that ends the answer
+    limited = spec().model_copy(update={"evaluation": Evaluation(max_new_tokens=shorter)})
+    limit = answer_limit(limited, tokenizer, held_out, encoded, most=100)
+    assert limit == (shorter, 3)
+    data = Data(rows(3), rows(3), [[0]], 100, **judged(Split([], held_out, 0), encoded, tokenizer, limit))  # type: ignore[arg-type]
+    assert sum(bool(batch["answers"].any()) for batch in data.judged(1)) == 3
+    unlimited = spec().model_copy(update={"evaluation": Evaluation()})
+    longest = answer_limit(unlimited, tokenizer, held_out, encoded, most=100)
+    assert longest.beyond == 0
+    whole = judged(Split([], held_out, 0), encoded, tokenizer, longest)  # type: ignore[arg-type]
+    assert list(whole["answers"]) == answer_sizes(tokenizer, encoded)
 
 
 def test_rows_beyond_two_thousand_million_tokens_keep_their_place() -> None:

@@ -270,3 +270,56 @@ def test_what_the_export_cannot_save_is_refused_before_the_training(tmp_path: Pa
     with pytest.raises(JobError, match="cannot be saved") as caught:
         export.rehearse(base, tokenizer, rows, tmp_path / "none", job())
     assert "nothing was trained" in caught.value.hint
+
+
+@pytest.mark.parametrize("adapter", [{"type": "lora"}, {"type": "qlora", "use_rslora": True}], ids=["lora", "qlora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_of_zeros_is_saved_merged_and_loaded_before_the_training(
+    family: same_class.Family, adapter: dict[str, Any], tmp_path: Path
+) -> None:
+    export.rehearse_adapter(base_of(family), tmp_path, job(adapter={"r": 4, **adapter}))
+    saved = safetensors.load_file(tmp_path / "adapter" / merge.ADAPTER)
+    assert saved
+    assert not any(tensor.any() for tensor in saved.values())
+    config = json.loads((tmp_path / "adapter" / merge.ADAPTER_CONFIG).read_text())
+    assert config["base_model_name_or_path"] == job().model.source
+
+
+def test_an_adapter_that_the_export_could_not_save_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = job(adapter={"type": "lora", "r": 4, "target_modules": ["no_such_layer"]})
+    with pytest.raises(JobError, match="no_such_layer") as caught:
+        export.rehearse_adapter(base_of("qwen3"), tmp_path / "nowhere", nowhere)
+    assert "nothing was trained" in caught.value.hint
+    lora = job(adapter={"type": "lora", "r": 4})
+    other = tmp_path / "other"
+    shutil.copytree(base_of("qwen3"), other)
+    tensors = safetensors.load_file(other / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name][1:].contiguous()
+    safetensors.save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JobError, match=r"no weights of the shape .*q_proj") as caught:
+        export.rehearse_adapter(other, tmp_path / "shape", lora)
+    assert "nothing was trained" in caught.value.hint
+    monkeypatch.setattr("containers.train_trl.merge.copy_adapter", lose_a_tensor)
+    with pytest.raises(JobError, match="is loaded without 1 of its"):
+        export.rehearse_adapter(base_of("qwen3"), tmp_path / "lost", lora)
+
+
+def lose_a_tensor(checkpoint: Path, directory: Path) -> None:
+    tensors = safetensors.load_file(checkpoint / merge.ADAPTER)
+    tensors.popitem()
+    safetensors.save_file(tensors, directory / merge.ADAPTER, {"format": "pt"})
+
+
+def test_an_older_template_of_a_processor_is_not_exported(tmp_path: Path) -> None:
+    """transformers would read it before the template of the training."""
+    from containers.common.chat import load_tokenizer
+
+    base = published(tmp_path)
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
+    tokenizer = load_tokenizer(str(base), False, "{{ messages[0].content }}{{ eos_token }}")
+    export.save_beside_weights(base, tokenizer, tmp_path / "model", job())
+    assert not (tmp_path / "model" / "chat_template.json").exists()
+    assert (tmp_path / "model" / "chat_template.jinja").read_text() == tokenizer.chat_template

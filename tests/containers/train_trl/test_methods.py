@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
+from containers.common.chat import load_tokenizer
 from containers.common.errors import BAD_CONFIG, JobError
+from containers.common.model import base_day
 from containers.common.tokenise import Tokeniser
 from containers.train_maxtext import methods as maxtext_methods
 from containers.train_trl.methods import METHODS, Method, load_method
+from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, parse_spec, registry
 
 from ..conftest import DATA, job_spec
@@ -66,12 +70,28 @@ def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(
         cloud.put(DATA, f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
     source = f"gs://{DATA}/unseen.jsonl"
     document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
-    spec, tokeniser = parse_spec(json.dumps(document).encode()), Tokeniser.load(str(tmp_path), False, "sft", None)
+    tokeniser = Tokeniser(load_tokenizer(str(tmp_path), False), str(tmp_path))
+    spec = parse_spec(json.dumps(document).encode())
     examples = load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
     assert examples.held_out is not None
     assert len(examples.split.held_out) == len(examples.held_out.lengths) == 7
     assert not [row for row in examples.split.held_out if "unseen 3" in row.content]
     assert f"left out 1 of 8 rows of {source}, which cannot be trained on. The first: row 3" in capsys.readouterr().err
+
+
+def test_the_adapters_of_a_shared_endpoint_have_the_date_of_their_base(cloud: Any) -> None:
+    """Any other date is the day of the run."""
+    (own, shared), day = ({"ttl": "1h", "share": share} for share in (False, True)), date(2031, 2, 3)
+    attempt = SimpleNamespace(job=SimpleNamespace(day=lambda client: day), client=cloud.client)
+    base = Source(uri=f"gs://{DATA}/tiny", revision="sha256:0")
+
+    def shown(serve: dict[str, Any] | None) -> date:
+        endpoint = serve and {"type": "cloud_run", **serve}
+        found: date = train.template_day(parse_spec(json.dumps(job_spec(serve=endpoint)).encode()), attempt, base)
+        return found
+
+    assert shown(own) == shown(None) == day
+    assert shown(shared) == base_day(cloud.client, base) != day
 
 
 def test_a_disk_holds_the_newest_checkpoint_and_the_one_before_it_while_that_is_uploaded(tmp_path: Path) -> None:

@@ -262,6 +262,45 @@ def test_full_fine_tuning_on_messages_without_a_listener(trainer: Any, spec: Spe
     assert manifest.metrics["loss"] < manifest.metrics["loss_before"]
 
 
+def test_a_template_of_the_spec_teaches_and_is_exported(trainer: Any, spec: Spec, cloud: Any, tmp_path: Any) -> None:
+    from transformers import AutoTokenizer
+
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA: {% else %}"
+        "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    model = {"source": f"gs://{DATA}/tiny", "chat_template": template}
+    attempt = trainer.start(spec(model=model, training={"max_steps": 30}))
+    assert attempt.wait() == 0, attempt.output
+    manifest = trainer.manifest(attempt.run)
+    assert manifest.metrics["loss"] < manifest.metrics["loss_before"] / 2
+    assert manifest.metrics["exact_match"] > 0
+    assert manifest.template_date is None
+    download_prefix(cloud.client, f"gs://{RUNS}/models/{attempt.run}/{manifest.serve_path}", tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == template
+    seal = json.loads(read_artifact(cloud.client, RUNS, manifest, "seal.json"))
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(seal["rows"][0]["prompt"]).startswith("<bos>Q: ")
+
+
+def test_a_template_with_today_s_date_is_exported_with_the_date_of_the_run(
+    trainer: Any, spec: Spec, cloud: Any, base_model: Any, tmp_path: Any
+) -> None:
+    for path in base_model.iterdir():
+        shutil.copy(path, tmp_path)
+    template = (base_model / "chat_template.jinja").read_text()
+    shown = "{{ 'Today Date: ' + strftime_now('%d %b %Y') + '\n' }}"
+    (tmp_path / "chat_template.jinja").write_text(shown + template)
+    upload_directory(cloud.client, tmp_path, f"gs://{DATA}/dated")
+    attempt = trainer.start(spec(model={"source": f"gs://{DATA}/dated"}))
+    assert attempt.wait() == 0, attempt.output
+    manifest = trainer.manifest(attempt.run)
+    day = cloud.client.bucket(RUNS).get_blob(f"runs/{attempt.run}/spec.json").time_created.date()
+    assert manifest.template_date == day
+    exported = read_artifact(cloud.client, RUNS, manifest, "model/chat_template.jinja").decode()
+    assert exported == shown.replace("strftime_now('%d %b %Y')", f'"{day:%d %b %Y}"') + template
+    assert f"| always {day};" in read_artifact(cloud.client, RUNS, manifest, "README.md").decode()
+
+
 def test_plain_text_has_a_loss_and_no_exact_match(trainer: Any, spec: Spec, cloud: Any) -> None:
     texts = [{"text": f"select price from cars where price > {n} order by price"} for n in range(100)]
     cloud.put(DATA, "texts.jsonl", "\n".join(map(json.dumps, texts)))

@@ -288,6 +288,7 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         notices.truncated(metrics, spec.training.max_length),
         notices.beyond(metrics),
         notices.unused(manifest.unused_fields),
+        notices.dated(manifest.template_date),
         notices.not_finite(odd),
     ):
         if notice is not None:
