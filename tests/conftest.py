@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub, which may answer slowly or not at all
     # After a 404, a storage client asks for its bucket in a thread, which may outlast the test and its server.
     os.environ["DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"] = "true"
+    # The tiny base models are trained once for all tests.
+    os.environ.setdefault("DROPFORGE_CACHE", str(ROOT / "build" / "tiny"))
     # PyTorch's threads spin while one of them waits for a core: on two busy cores a training took ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):

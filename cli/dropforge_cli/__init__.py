@@ -1,1 +1,3 @@
 """The `dropforge` command."""
+
+INTERRUPTED = 130  # the exit code after Ctrl-C

@@ -23,6 +23,7 @@ from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, 
 from dropforge.rows.split import evaluation_dataset, shuffled
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
 from dropforge.spec.job import Model, Training
+from dropforge.spec.misnamed import FILE_SUFFIXES
 from dropforge.stages.ceiling import with_defaults
 
 from .data_tokens import Tokens, tokens_of, trainer, why_no_model
@@ -32,7 +33,7 @@ from .options import json_option, state_option
 from .plain import echo_json
 from .policy import policy_in_use
 from .problems import FAILED, CliError
-from .sources import FILE_SUFFIXES, local_paths
+from .sources import local_paths
 
 MODEL_ROWS = 50_000  # rows whose token ids are made; they are drawn at random
 BAR = 40

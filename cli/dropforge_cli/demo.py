@@ -19,15 +19,15 @@ from dropforge.base.figures import duration
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
-from . import demo_again, report
+from . import INTERRUPTED, demo_again, report
 from .console import console_link
 from .deployment import Deployment, of_stack
 from .display import stdout, titled
 from .follow import show_until_terminal
 from .machine import check_machine
-from .options import SPEC_FILE
+from .options import FILE
 from .policy import policy_in_use
-from .problems import FAILED, INTERRUPTED, CliError, explained
+from .problems import FAILED, CliError, explained
 from .runs import request_cancel
 from .sources import SOURCES, make_secrets, upload_source
 from .specs import read_spec, upload_spec
@@ -39,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
-@click.argument("spec", type=SPEC_FILE, default="examples/local/cloud_run.json")
+@click.argument("spec", type=FILE, default="examples/local/cloud_run.json")
 @click.option(
     "--serve",
     "engine",
@@ -59,7 +59,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 )
 def demo(spec: Path, engine: str, again: bool, state: str) -> None:
     """Train and serve a small model on this machine, then end everything it started."""
-    directory, job = Path(state).resolve(), read_spec(spec, policy_in_use(None))
+    directory, job = Path(state).resolve(), read_spec(spec.read_bytes(), policy_in_use(None))
     if again:
         demo_again.check_names(job)
     with _alone(directory):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from dropforge.base.clock import utc_now
@@ -14,9 +12,12 @@ from dropforge.run.record import Record, RunState
 from .deployment import Deployment
 from .display import working
 from .dropped import dropped_specs, run_of_spec
+from .options import is_terminal
 from .plain import echo, plain
 from .problems import CliError
 
+# What these runs lacked may exist now, and a person has ended them: another run of the spec is no slip.
+NO_DUPLICATE = (RunState.REJECTED, RunState.CANCELLED)
 MOST_SPECS = 2000  # objects of the specs bucket that are looked at, in two requests
 
 
@@ -32,12 +33,10 @@ def refuse_duplicate(deployment: Deployment, data: bytes) -> bool:
     Returns whether the user wants another run; False for a spec that had none.
     """
     with working("looking for an earlier run of the spec"):
-        run = run_of(deployment, data)
-    if run is None:
+        found = run_of(deployment, data)
+    if found is None:
         return False
-    record = deployment.store.find(run)
-    if record is not None and record.state is RunState.REJECTED:
-        return False  # it cost nothing, and what it lacked may exist now
+    run, record = found
     text = f"the same spec is run {run}: {_described(record)}"
     if not is_terminal():
         raise Duplicate(text, "`--again` starts another run of it")
@@ -46,19 +45,20 @@ def refuse_duplicate(deployment: Deployment, data: bytes) -> bool:
     return True
 
 
-def is_terminal() -> bool:
-    """Whether a user can answer a question."""
-    return sys.stdin.isatty()
+def run_of(deployment: Deployment, data: bytes) -> tuple[str, Record | None] | None:
+    """Return the newest run of a spec with these bytes, and its record if it has one; None without such a run.
 
-
-def run_of(deployment: Deployment, data: bytes) -> str | None:
-    """Return the run of the newest object of the specs bucket with these bytes; None without such an object.
-
-    Objects that were replaced since are not found. Without the right to list the bucket, nothing is found.
+    A run in NO_DUPLICATE does not count. Objects that were replaced since are not found. Without the right to list the
+    bucket, nothing is found.
     """
     digest = md5_of(data)
     same = [blob for blob in dropped_specs(deployment, MOST_SPECS) if blob.md5_hash == digest]
-    return run_of_spec(deployment, max(same, key=lambda blob: blob.updated)) if same else None
+    for blob in sorted(same, key=lambda blob: blob.updated, reverse=True):
+        run = run_of_spec(deployment, blob)
+        record = deployment.store.find(run)
+        if record is None or record.state not in NO_DUPLICATE:
+            return run, record
+    return None
 
 
 def _described(record: Record | None) -> str:

@@ -24,6 +24,7 @@ from dropforge.rows.forms import judging_columns
 from dropforge.rows.sources import is_read, rows_of
 from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge.spec import Dataset, registry
+from dropforge.spec.misnamed import FILE_SUFFIXES
 from dropforge.spec.templates import is_column
 
 from .deployment import Deployment, find
@@ -32,7 +33,7 @@ from .options import state_option
 from .plain import echo, plain
 from .policy import policy_in_use
 from .problems import CliError
-from .sources import FILE_SUFFIXES, local_paths, unreadable
+from .sources import local_paths, unreadable
 from .specs import read_spec
 
 FORMATS_HINT = "docs/data-formats.md shows each format"
@@ -260,7 +261,7 @@ def _write(file: Path, document: dict[str, Any], deployment: Deployment | None) 
             document["limits"].pop("max_cost_usd")
             echo(f"note: the spec has no budget: {problem}", err=True)
             _save(draft, document)
-        read_spec(draft, policy_in_use(deployment))
+        read_spec(draft.read_bytes(), policy_in_use(deployment))
         draft.replace(file)
     finally:
         draft.unlink(missing_ok=True)
@@ -269,7 +270,7 @@ def _write(file: Path, document: dict[str, Any], deployment: Deployment | None) 
 def _problem(path: Path, deployment: Deployment | None, pointer: str) -> str:
     """Return the problem at a pointer of a spec; "" if there is none."""
     try:
-        read_spec(path, policy_in_use(deployment))
+        read_spec(path.read_bytes(), policy_in_use(deployment))
     except InvalidSpec as error:
         found = (problem for problem in error.problems if problem.pointer == pointer)
         return next((f"{problem.message} ({problem.expected})" for problem in found), "")

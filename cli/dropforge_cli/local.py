@@ -13,7 +13,7 @@ from dropforge.spec.policy import VARIABLE
 from .console import console_link
 from .deployment import running, state_directory
 from .display import working
-from .options import SPEC_FILE, state_option
+from .options import FILE, state_option
 from .plain import echo
 from .policy import read_policy
 from .problems import FAILED, CliError
@@ -29,7 +29,7 @@ PORT = click.IntRange(0, 65535)
 @click.option("--grpc-port", type=PORT, default=0, help="Port of the gRPC APIs.")
 @click.option("--functions-port", type=PORT, default=0, help="Port of the functions.")
 @click.option("--console-port", type=PORT, default=0, help="Port of the console.")
-@click.option("--policy", type=SPEC_FILE, metavar="FILE", help="A policy.yaml; kept for later starts.")
+@click.option("--policy", type=FILE, metavar="FILE", help="A policy.yaml; kept for later starts.")
 @state_option
 def up(
     foreground: bool,

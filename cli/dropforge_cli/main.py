@@ -5,12 +5,18 @@ A command's module is imported when the command is called: most modules import G
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from dropforge import __version__
+
+from . import INTERRUPTED
 
 
 class Lazy(NamedTuple):
@@ -102,15 +108,39 @@ class Commands(click.Group):
             formatter.write_dl([(name, lazy.help) for name, lazy in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        from .plain import echo
-        from .problems import INTERRUPTED, explained
-
         try:
-            with explained():
-                return super().invoke(ctx)
+            with _interruptible():
+                from .problems import explained
+
+                with explained():
+                    return super().invoke(ctx)
         except KeyboardInterrupt:
-            echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)
+            _end_interrupted(ctx)
+        except click.Abort as abort:  # click's questions turn Ctrl-C and the end of the input into it
+            if not isinstance(abort.__context__, KeyboardInterrupt):
+                raise
+            _end_interrupted(ctx)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a command clean up after Ctrl-C. Before and after it, Ctrl-C ends the program at once (start.py)."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_interrupted(ctx: click.Context) -> NoReturn:
+    from .plain import echo
+
+    echo("interrupted", err=True)
+    ctx.exit(INTERRUPTED)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

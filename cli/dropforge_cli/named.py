@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
 from google.api_core.exceptions import GoogleAPIError
-from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.base.errors import CloudError, DropforgeError
+from dropforge.base.errors import CloudError, DropforgeError, InvalidSpec
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Rollout, RolloutState
 from dropforge.spec import parts
+from dropforge.spec.parse import read_part
 from dropforge.spec.parts import DURATION, Canary
 from dropforge.stages.rollout.elsewhere import PAGE as ELSEWHERE
 from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_elsewhere
@@ -116,7 +118,7 @@ def serve(run: str, name: str, canary: str | None, changes: str | None, state: s
     """
     deployment = connect(state)
     if not names.is_endpoint_name(name):
-        raise CliError(f"{name!r} is not the name of an endpoint", f"{PAGE}#names says which names are allowed")
+        raise CliError(parts.not_an_endpoint(name), f"{PAGE}#names")
     wanted: dict[str, Any] = {} if canary is None else {"canary": canary_fields(canary)}
     if is_elsewhere(deployment.settings, run):
         fields = {} if changes is None else _fields(changes)
@@ -158,9 +160,13 @@ def rollback(name: str, state: str | None) -> None:
 def extend(name: str, ttl: str, state: str | None) -> None:
     """Let a named endpoint live for TTL from now, such as 36h or 7d; `never` removes its expiry."""
     deployment = connect(state)
-    find_endpoint(deployment, name)
+    record = find_endpoint(deployment, name)
     if ttl != "never" and not re.fullmatch(DURATION, ttl):
-        raise CliError(f"TTL is {ttl!r}; expected a length of time such as 36h or 7d, or never")
+        meant = parts.corrected(DURATION, ttl)
+        expected = "a length of time such as 36h or 7d, or never" + (f"; did you mean {meant}?" if meant else "")
+        raise CliError(f"TTL is {ttl!r}; expected {expected}")
+    if ttl != "never":
+        echo(_cost_until(record, ttl), err=True)
     before = utc_now()
 
     def is_extended() -> EndpointRecord | None:
@@ -172,6 +178,21 @@ def extend(name: str, ttl: str, state: str | None) -> None:
         publish(deployment, extend={"endpoint": name, "ttl": None if ttl == "never" else ttl})
         record = _until(deployment, is_extended, f"endpoint {name} was not extended")
     echo(f"endpoint {name} expires {record.expires:%Y-%m-%d %H:%M} UTC" if record.expires else f"{name} never expires")
+
+
+def _cost_until(record: EndpointRecord, ttl: str) -> str:
+    """The most that an endpoint costs in a time from now, as a sentence."""
+    now = utc_now()
+    try:
+        until = now + timedelta(seconds=parts.seconds(ttl))
+    except OverflowError:
+        until = datetime.max.replace(tzinfo=UTC)
+    so_far, then = record.cost(now), record.cost(until)
+    if so_far is None or then is None:
+        return f"warning: what endpoint {record.name} costs until {until:%Y-%m-%d} is unknown: it has no known price"
+    most = f"at most {_usd(then - so_far)} until {until:%Y-%m-%d %H:%M} UTC, with all instances all the time"
+    limit = f"; it has spent {_budget(record)}" if record.budget else "; `dropforge budget` limits it"
+    return f"endpoint {record.name} costs {most}{limit}"
 
 
 @click.command()
@@ -208,16 +229,12 @@ def budget_of(text: str) -> parts.Budget | None:
     """Return the budget in a text like `50/month`; None for "none". Raises CliError."""
     if text == "none":
         return None
-    usd, _, per = text.partition("/")
+    amount, _, per = text.partition("/")
     try:
-        return parts.Budget.model_validate({"usd": _number(usd), "per": per})
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
+        return read_part(parts.Budget, {"usd": _number(amount.lstrip("$")), "per": per}, "serve", "budget")
+    except InvalidSpec as error:
         expected = "US dollars and a period, such as 50/month or 5/day, or none"
-        raise CliError(
-            f"BUDGET is {text!r}: {where}: {problem['msg']}; expected {expected}", f"{PAGE}#budget"
-        ) from None
+        raise CliError(f"BUDGET is {text!r}; expected {expected}\n{error}", f"{PAGE}#budget") from None
 
 
 @click.command()
@@ -236,13 +253,13 @@ def canary_fields(text: str) -> dict[str, Any] | None:
     if text == "none":
         return None
     fields = _fields(text)
+    if "=" not in text and isinstance(_number(text), int | float):
+        raise CliError(f"--canary is {text!r}; did you mean percent={text}?", f"{PAGE}#canary")
     try:
-        Canary.model_validate(fields)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
+        read_part(Canary, fields, "serve", "canary")
+    except InvalidSpec as error:
         expected = "percent=10,for=30m,max_error_rate=0.01,max_latency_ratio=2, or some of these fields"
-        raise CliError(f"--canary {text!r}: {where}: {problem['msg']}; expected {expected}", f"{PAGE}#canary") from None
+        raise CliError(f"--canary is {text!r}; expected {expected}\n{error}", f"{PAGE}#canary") from None
     return fields
 
 
@@ -333,9 +350,18 @@ def change(deployment: Deployment, name: str, **wanted: Any) -> None:
 def _follow(deployment: Deployment, name: str, rollout: str) -> None:
     """Wait until a rollout has ended, and print how. Raises CliError if it was rolled back."""
 
+    told = ""
+
     def ended() -> Rollout | None:
-        each = deployment.context.endpoints.record(name).find(rollout)
-        return each if each and each.state.is_terminal else None
+        nonlocal told
+        record = deployment.context.endpoints.record(name)
+        each = record.find(rollout)
+        if each is None or each.state.is_terminal:
+            return each
+        if told != _state(record) and not sys.stderr.isatty():
+            told = _state(record)
+            echo(f"endpoint {name}: {told}", err=True)
+        return None
 
     with working("waiting for the rollout"):
         done = _until(deployment, ended, "", patience=float("inf"))

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import click
 
-SPEC_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+SPEC_FILE = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True, path_type=Path)
+STDIN = Path("-")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def spec_bytes(path: Path) -> bytes:
+    """Read a spec from its file; `-` is the standard input, which can be read once."""
+    from dropforge.spec import MAX_SPEC_BYTES
+
+    return sys.stdin.buffer.read(MAX_SPEC_BYTES + 1) if path == STDIN else path.read_bytes()
+
+
+def is_terminal() -> bool:
+    """Whether a user can answer a question."""
+    return sys.stdin.isatty()
 
 
 class Since(click.ParamType[datetime]):

@@ -22,7 +22,7 @@ from dropforge.spec.machine import GIB
 
 from .deployment import find, placeholders
 from .display import stdout, table, titled
-from .options import SPEC_FILE, json_option, model_config_option, state_option
+from .options import SPEC_FILE, STDIN, json_option, model_config_option, spec_bytes, state_option
 from .plain import echo_json
 from .policy import policy_in_use
 from .specs import read_spec, shape_here
@@ -37,9 +37,10 @@ def plan(spec: Path, as_json: bool, model_config: Path | None, state: str | None
     """Show the resources, the memory and the maximum cost of a job spec. Creates nothing."""
     deployment = find(state)
     clients = deployment.clients if deployment else None
-    job = read_spec(spec, policy_in_use(deployment), model_config, clients)
+    job = read_spec(spec_bytes(spec), policy_in_use(deployment), model_config, clients)
+    name = f"{job.name}.json" if spec == STDIN else spec.name
     shape = shape_here(job, model_config, clients)
-    planned = make_plan(job, deployment.settings if deployment else placeholders(), spec.name, shape=shape)
+    planned = make_plan(job, deployment.settings if deployment else placeholders(), name, shape=shape)
     if as_json:
         echo_json(to_json(planned))
         return

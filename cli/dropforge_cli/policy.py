@@ -18,14 +18,14 @@ from dropforge.spec.policy import MAX_POLICY_BYTES, Policy, place_of, policy_of
 from dropforge.stages.ceiling import policy_problems, with_defaults
 
 from .deployment import Deployment, find
-from .options import SPEC_FILE, json_option, state_option
+from .options import FILE, SPEC_FILE, json_option, spec_bytes, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
 
 _SHOWN = 80
 
 file_option = click.option(
-    "--file", "path", type=SPEC_FILE, metavar="FILE", help="A policy.yaml; default: the deployment's policy."
+    "--file", "path", type=FILE, metavar="FILE", help="A policy.yaml; default: the deployment's policy."
 )
 
 
@@ -115,7 +115,7 @@ def _policy(path: Path | None, state: str | None) -> tuple[Policy, str]:
 def _problems(path: Path, policy: Policy) -> list[SpecProblem]:
     """Return what a policy refuses in a spec, or why the spec is none."""
     try:
-        return policy_problems(with_defaults(parse_spec(path.read_bytes()), policy), policy)
+        return policy_problems(with_defaults(parse_spec(spec_bytes(path)), policy), policy)
     except InvalidSpec as error:
         return error.problems
 

@@ -29,7 +29,7 @@ from dropforge.stages.preflight import LIMITS, NO, NOT_ASKED, OK, RIGHTS, WARNIN
 from . import accounts, mends
 from .deployment import Deployment, connect
 from .display import stdout, table, working
-from .options import SPEC_FILE, json_option, state_option
+from .options import SPEC_FILE, json_option, spec_bytes, state_option
 from .plain import echo_json
 from .policy import policy_in_use
 from .problems import FAILED
@@ -58,7 +58,7 @@ IMAGE = re.compile(
 def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
     """Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."""
     deployment = connect(state)
-    jobs = {str(path): read_spec(path, policy_in_use(deployment)) for path in specs}
+    jobs = {str(path): read_spec(spec_bytes(path), policy_in_use(deployment)) for path in specs}
     with working("asking the deployment"):
         answers = list(findings(deployment, jobs))
     if as_json:

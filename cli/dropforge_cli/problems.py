@@ -15,7 +15,7 @@ from dropforge.cloud.classify import classify, client_errors
 
 from .plain import echo
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 LONGEST_MESSAGE = 2000
 
 

@@ -30,13 +30,13 @@ from dropforge.run.record import RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 
+from . import INTERRUPTED
 from .deployment import Deployment, connect
 from .display import stdout, table, titled
 from .follow import Follower
 from .options import state_option
 from .plain import echo
 from .problems import FAILED as EXIT_FAILED
-from .problems import INTERRUPTED
 from .runs import request_cancel
 from .smoke_checks import (
     BY_HAND,

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import secrets as random_secrets
-import shlex
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
@@ -25,23 +25,22 @@ from dropforge.base.figures import duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.rows.files import BadFile
 from dropforge.rows.sample import GZIP
-from dropforge.rows.sources import ARROW, COMPRESSIONS, GLOB, TEXT, NoFiles, exists, is_glob, one_format
+from dropforge.rows.sources import GLOB, NoFiles, exists, is_glob, one_format
 from dropforge.run.artifacts import upload_directory
 from dropforge.spec import JobSpec
+from dropforge.spec.misnamed import file_problem, is_file_name
 from dropforge.tell.channels import secrets_of
 
 from .deployment import Deployment, connect
 from .display import working
 from .machine import check_machine
-from .options import state_option
-from .plain import echo
+from .options import is_terminal, state_option
+from .plain import echo, plain
 from .problems import CliError
 
-CACHE = Path("build/tiny")
 # As in check_source of the spec; https://cloud.google.com/storage/docs/buckets#naming
 BUCKET = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
-# No data set of the Hub has a name like that.
-FILE_SUFFIXES = frozenset((*TEXT, *ARROW, *COMPRESSIONS, ".txt", ".xls", ".xlsx", ".zip"))
+EXAMPLES_BUCKET = "local-data"  # of the local stack
 
 
 class Missing(NamedTuple):
@@ -55,8 +54,9 @@ class Missing(NamedTuple):
 @click.command()
 @click.argument("path", type=click.Path(exists=True, readable=True, path_type=Path))
 @click.argument("uri", metavar="gs://BUCKET/NAME")
+@click.option("--make-bucket", is_flag=True, help="Do not ask before a bucket of the local stack is made.")
 @state_option
-def put(path: Path, uri: str, state: str | None) -> None:
+def put(path: Path, uri: str, make_bucket: bool, state: str | None) -> None:
     """Copy a file or a directory to a bucket, so that a spec can name it; prints its URI."""
     deployment = connect(state)
     bucket, name = parts_of(uri)
@@ -67,10 +67,25 @@ def put(path: Path, uri: str, state: str | None) -> None:
         raise CliError(f"the bucket's name is {bucket!r}; expected {expected}", f"such as gs://local-data/{path.name}")
     client = deployment.clients.storage()
     if deployment.stack is not None:
+        if not make_bucket and bucket != EXAMPLES_BUCKET:
+            _ask_for_bucket(client, bucket)
         _make_bucket(client, bucket)
     with working(f"copying to {uri}"):
         upload(client, path, uri)
     echo(uri)
+
+
+def _ask_for_bucket(client: Any, bucket: str) -> None:
+    """Ask before a bucket is made: its name may be a slip. Raises CliError without a terminal."""
+    known = [each.name for each in client.list_buckets(timeout=TIMEOUT_SECONDS)]
+    if bucket in known:
+        return
+    close = get_close_matches(bucket, known, n=1)
+    text = f"the bucket gs://{bucket} does not exist" + (f"; did you mean gs://{close[0]}?" if close else "")
+    if not is_terminal():
+        raise CliError(text, "`--make-bucket` makes it")
+    echo(text, err=True)
+    click.confirm(plain(f"Make gs://{bucket}?"), abort=True, err=True)
 
 
 def prepare(spec: JobSpec, deployment: Deployment) -> None:
@@ -102,20 +117,11 @@ def prepare(spec: JobSpec, deployment: Deployment) -> None:
 
 
 def local_files(spec: JobSpec) -> list[SpecProblem]:
-    """The problems of data sources that name a file of this machine, which no container can read."""
-
-    def is_file(source: str) -> bool:
-        return not source.startswith("gs://") and (Path(source).is_file() or Path(source).suffix in FILE_SUFFIXES)
-
+    """The problems of data sources with the name of a Hub id and of a file of this machine."""
     return [
-        SpecProblem(
-            pointer,
-            "a file on this machine, which the training cannot read",
-            repr(source),
-            f"the URI that `dropforge put {shlex.quote(source)} gs://BUCKET/{Path(source).name}` prints",
-        )
+        file_problem(pointer, source)
         for pointer, source in spec.sources.items()
-        if pointer != "/model/source" and is_file(source)
+        if pointer != "/model/source" and Path(source).is_file() and not is_file_name(source)
     ]
 
 
@@ -250,7 +256,14 @@ def upload_source(clients: Clients, uri: str) -> None:
     """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
     client = clients.storage()
     _make_bucket(client, parts_of(uri)[0])
-    upload(client, SOURCES[uri](CACHE), uri)
+    upload(client, SOURCES[uri](cache_directory()), uri)
+
+
+def cache_directory() -> Path:
+    """Return the directory of what is made once for all folders: $DROPFORGE_CACHE, or below the user's cache."""
+    if own := os.environ.get("DROPFORGE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dropforge"
 
 
 def upload(client: Any, path: Path, uri: str) -> None:

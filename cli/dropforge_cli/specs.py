@@ -28,7 +28,7 @@ from .deployment import Deployment, connect, find
 from .display import stdout, working
 from .duplicates import refuse_duplicate
 from .follow import watch
-from .options import SPEC_FILE, json_option, model_config_option, state_option
+from .options import SPEC_FILE, STDIN, json_option, model_config_option, spec_bytes, state_option
 from .plain import echo, echo_json
 from .policy import policy_in_use, refusal
 from .problems import FAILED, CliError
@@ -49,7 +49,7 @@ def validate(specs: tuple[Path, ...], as_json: bool, model_config: Path | None) 
     told: list[dict[str, Any]] = []
     for path in specs:
         try:
-            spec = read_spec(path, policy, model_config)
+            spec = read_spec(spec_bytes(path), policy, model_config)
             if deployment is not None and deployment.stack is not None:
                 good_samples(spec, deployment)
         except InvalidSpec as error:
@@ -76,20 +76,30 @@ def validate(specs: tuple[Path, ...], as_json: bool, model_config: Path | None) 
 @state_option
 def submit(spec: Path, object_name: str | None, unchecked: bool, again: bool, watched: bool, state: str | None) -> None:
     """Drop a job spec into the specs bucket; prints the run's id."""
-    deployment, data = connect(state), spec.read_bytes()
+    deployment, data = connect(state), spec_bytes(spec)
     again = again or refuse_duplicate(deployment, data)
     if not unchecked:
-        job = read_spec(spec, policy_in_use(deployment))
+        job = read_spec(data, policy_in_use(deployment))
         _note(spec, job)
         for report in good_samples(job, deployment):
             echo(f"{spec}: data: {report.verdict}", err=True)
         prepare(job, deployment)
     with working("dropping the spec"):
-        run = upload_spec(deployment, data, object_name or spec.name, again=again)
+        run = upload_spec(deployment, data, object_name or _object_name(spec, data), again=again)
     echo(run)
     echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):
         raise SystemExit(FAILED)
+
+
+def _object_name(path: Path, data: bytes) -> str:
+    """Return the name of the object that a spec becomes: its file's, or its own if it comes from the standard input."""
+    if path != STDIN:
+        return path.name
+    try:
+        return f"{parse_spec(data).name}.json"
+    except InvalidSpec:  # --unchecked
+        return "stdin.json"
 
 
 def good_samples(spec: JobSpec, deployment: Deployment) -> list[Report]:
@@ -101,12 +111,12 @@ def good_samples(spec: JobSpec, deployment: Deployment) -> list[Report]:
     return reports
 
 
-def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clients: Clients | None = None) -> JobSpec:
+def read_spec(data: bytes, policy: Policy, model_config: Path | None = None, clients: Clients | None = None) -> JobSpec:
     """Read a spec with the policy's defaults, and apply every rule that needs no cloud. Raises InvalidSpec.
 
     `shape_here` explains the other arguments.
     """
-    spec = with_defaults(parse_spec(path.read_bytes()), policy)
+    spec = with_defaults(parse_spec(data), policy)
     shape = shape_here(spec, model_config, clients)
     problems = rule_problems(spec, policy, shape if isinstance(shape, ModelShape) else None)
     if problems := [*problems, *local_files(spec)]:

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -158,8 +159,9 @@ def dataset(path: Path, rows: int = ROWS, seed: int = 0, *, held_out: bool = Fal
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = house_rows(rows, seed, held_out=held_out)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in lines), encoding="utf-8")
-    return path
+    written = path.with_name(f".{path.name}-{os.getpid()}")  # another process may read the file, or write it, too
+    written.write_text("".join(f"{json.dumps(row)}\n" for row in lines), encoding="utf-8")
+    return written.replace(path)
 
 
 def house_rows(count: int, seed: int = 0, *, held_out: bool = False) -> list[dict[str, str]]:

@@ -50,7 +50,7 @@ class Process:
 
     def __init__(self, command: list[str], directory: Path, nursery: Nursery | None = None, zygote: str = "") -> None:
         # A stack keeps to the ports of this worker of pytest: the stack of another worker would look like a leftover.
-        kept = ("DROPFORGE_STACK_PORTS",)
+        kept = ("DROPFORGE_STACK_PORTS", "DROPFORGE_CACHE")
         clean = {
             name: value
             for name, value in os.environ.items()

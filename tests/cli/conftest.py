@@ -49,7 +49,8 @@ def dropforge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.chdir(tmp_path)
     with patch.dict(os.environ):
         for name in list(os.environ):
-            if name.startswith("DROPFORGE_") or name.endswith("_EMULATOR_HOST"):
+            is_own = name.startswith("DROPFORGE_") and name != "DROPFORGE_CACHE"
+            if is_own or name.endswith("_EMULATOR_HOST"):
                 del os.environ[name]
         yield lambda *arguments: CliRunner().invoke(cli, [str(argument) for argument in arguments])
     forget()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from dropforge.base.clock import Clock
+from dropforge.base.clock import Clock, utc_now
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.run.record import RunState
@@ -44,9 +45,15 @@ def monitoring(deployed: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         yield
 
 
-def serving(deployed: Deployed, name: str, kind: str = "cloud_run", canary: int | None = None) -> None:
+def serving(
+    deployed: Deployed,
+    name: str,
+    kind: str = "cloud_run",
+    canary: int | None = None,
+    paid_since: datetime | None = None,
+) -> None:
     """An endpoint that serves its first revision; `canary`: and gives this share to its second."""
-    fixed = {"who": "me", "requested": CREATED, "digest": "0", "usd_per_hour": 2.0}
+    fixed = {"who": "me", "requested": CREATED, "digest": "0", "usd_per_hour": 2.0, "paid_since": paid_since}
     revisions = [{**fixed, "number": n, "run": f"job-{n:012x}", "revision": f"{name}-{n}"} for n in (1, 2)]
     watching = {"id": "r", "kind": "deploy", "who": "me", "requested": CREATED, "state": "WATCHING", "revision": 2}
     values = {
@@ -126,3 +133,44 @@ def test_a_change_that_the_function_would_refuse_is_refused_at_once(deployed: De
     EndpointStore(deployed.store, Clock()).update("sql", lambda it: it.model_copy(update={"suspended": CREATED}))
     result = deployed.run("rollback", "sql")
     assert (result.exit_code, "error: endpoint sql is suspended" in result.output) == (1, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("serve", "RUN", "--as", "Prod"),
+            "expected lower-case letters, digits and -; a letter first, no - at the end",
+        ),
+        (("serve", "RUN", "--as", "Prod"), "did you mean 'prod'?"),
+        (("serve", "RUN", "--as", "latest"), "it is reserved, or the id of a run"),
+        (("serve", "RUN", "--as", "sql", "--canary", "10"), "did you mean percent=10?"),
+        (
+            ("serve", "RUN", "--as", "sql", "--canary", "percent=10,for=30"),
+            "canary/for: wrong type; found 30; expected",
+        ),
+        (("serve", "RUN", "--as", "sql", "--canary", "percent=90"), "expected less than or equal to 50"),
+        (
+            ("serve", "RUN", "--as", "sql", "--canary", "percentage=9"),
+            "unknown field; found 9; did you mean 'percent'?",
+        ),
+        (("budget", "sql", "five/day"), 'budget/usd: wrong type; found "five"; expected a number'),
+        (("budget", "sql", "5/week"), 'budget/per: unknown value; found "week"; expected one of day, month'),
+        (("budget", "sql", "5/Day"), "did you mean 'day'? One of day, month"),
+        (("extend", "sql", "2 days"), "expected a length of time such as 36h or 7d, or never; did you mean 2d?"),
+    ],
+)
+def test_a_request_that_is_wrong_is_refused_in_words(deployed: Deployed, arguments: tuple[str, ...], told: str) -> None:
+    serving(deployed, "sql")
+    run = deployed.record("job-0123456789ab", RunState.SUCCEEDED).run
+    result = deployed.run(*(run if each == "RUN" else each for each in arguments))
+    assert (result.exit_code, told in result.stderr) == (1, True), result.stderr
+    assert "Input should" not in result.stderr
+    assert "permitted" not in result.stderr
+
+
+def test_a_longer_life_is_told_with_its_highest_cost(deployed: Deployed) -> None:
+    serving(deployed, "sql", paid_since=utc_now())  # two revisions, each for 2 USD an hour
+    result = deployed.run("extend", "sql", "999d")
+    assert result.stderr.startswith("endpoint sql costs at most $95,904.00 until ")
+    assert "`dropforge budget` limits it" in result.stderr

@@ -361,7 +361,7 @@ def test_every_problem_of_a_spec_has_an_advice(
     connected = connect(None)
     info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {}, "")
     connected = replace(connected, stack=info if stack else None)
-    job = read_spec(Path(spec()), policy_in_use(connected))
+    job = read_spec(Path(spec()).read_bytes(), policy_in_use(connected))
     advice = mends.of_problem(SpecProblem(pointer, message, "'hf:2'"), "my job.json", job, connected)
     assert advice.startswith(mend)
     assert is_advice(advice)
@@ -370,7 +370,9 @@ def test_every_problem_of_a_spec_has_an_advice(
 def test_a_source_of_the_examples_is_made_by_submit(deployed: Deployed, project: Project) -> None:
     info = StackInfo(1, 0.0, "http://x", "x", "http://x", "p", {}, "")
     connected = replace(connect(None), stack=info)
-    job = read_spec(Path(spec(dataset={"source": "gs://local-data/text-to-sql.jsonl"})), policy_in_use(connected))
+    job = read_spec(
+        Path(spec(dataset={"source": "gs://local-data/text-to-sql.jsonl"})).read_bytes(), policy_in_use(connected)
+    )
     problem = SpecProblem("/dataset/source", "the bucket does not exist", "gs://local-data")
     assert mends.of_problem(problem, "job.json", job, connected) == "dropforge submit job.json"
 

@@ -45,10 +45,6 @@ def test_a_demo_of_the_readme_serves_a_model_and_leaves_nothing(
 ) -> None:
     if needs_maxtext(arguments):
         request.getfixturevalue("maxtext_environment")
-    (tmp_path / "build").mkdir()
-    cache = ROOT / "build" / "tiny"  # the tiny base models, pre-trained once
-    cache.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "build" / "tiny").symlink_to(cache)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     demo = start(command=command_of(arguments))
     assert demo.code(1500) == 0, demo.text()

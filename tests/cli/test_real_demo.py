@@ -37,10 +37,6 @@ RECORDED_COMMAND = [sys.executable, "-P", "-c", RECORDED]
 def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
     start: Callable[..., Process], tmp_path: Path
 ) -> None:
-    cache = ROOT / "build" / "tiny"
-    cache.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "tiny").symlink_to(cache)  # pre-trained once
     demo = start("demo", str(ROOT / "examples" / "local" / "cloud_run.json"), command=RECORDED_COMMAND)
     assert demo.code(1000) == 0, demo.text()
     output = demo.text()

@@ -166,10 +166,71 @@ def test_another_spec_under_the_same_name_is_no_duplicate(deployed: Deployed) ->
     assert third.exit_code == 0
 
 
-def test_a_rejected_spec_may_be_dropped_again(deployed: Deployed) -> None:
+@pytest.mark.parametrize("state", [RunState.REJECTED, RunState.CANCELLED])
+def test_a_spec_that_was_rejected_or_cancelled_may_be_dropped_again(deployed: Deployed, state: RunState) -> None:
     run = deployed.run("submit", spec()).stdout.strip()
-    deployed.record(run, RunState.REJECTED)
+    deployed.record(run, state)
     assert deployed.run("submit", "job.json").exit_code == 0
+
+
+def test_a_cancelled_run_hides_no_earlier_run_of_the_same_spec(deployed: Deployed) -> None:
+    worked = deployed.run("submit", spec(), "--name", "first.json").stdout.strip()
+    deployed.record(worked, RunState.TRAINING)
+    ended = deployed.run("submit", "job.json", "--again", "--name", "second.json").stdout.strip()
+    deployed.record(ended, RunState.CANCELLED)
+    result = deployed.run("submit", "job.json")
+    assert (result.exit_code, f"the same spec is run {worked}" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit", "preflight"])
+def test_a_dash_reads_the_spec_from_the_standard_input(deployed: Deployed, command: str) -> None:
+    document = Path(spec()).read_text()
+    bad = CliRunner().invoke(cli, [command, "-"], input=document.replace("owner/rows", "rows.csv"))
+    assert (bad.exit_code, "/dataset/source: a file on this machine" in bad.output) == (1, True), bad.output
+    if command != "preflight":  # this project has no APIs to ask
+        good = CliRunner().invoke(cli, [command, "-"], input=document)
+        assert good.exit_code == 0, good.output
+    assert specs() == (["specs/n.json"] if command == "submit" else [])
+
+
+def stack_of(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `put` take the buckets of this project for those of a local stack."""
+    stack = StackInfo(0, 0, "", "", "", "", {}, "")
+    monkeypatch.setattr(sources, "connect", lambda state: replace(connect(state), stack=stack))
+
+
+def test_put_asks_before_it_makes_a_bucket(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack_of(deployed, monkeypatch)
+    clients.storage().create_bucket("rows-of-mine")
+    refused = deployed.run("put", EXAMPLE, "gs://row-of-mine/a.json")
+    assert refused.exit_code == 1
+    assert "gs://row-of-mine does not exist; did you mean gs://rows-of-mine?" in refused.stderr
+    assert "hint: `--make-bucket` makes it" in refused.stderr
+    for uri in ("gs://rows-of-mine/a.json", "gs://local-data/a.json"):
+        assert deployed.run("put", EXAMPLE, uri).exit_code == 0
+    assert deployed.run("put", "--make-bucket", EXAMPLE, "gs://row-of-mine/a.json").exit_code == 0
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1)])
+def test_in_a_terminal_the_user_decides_about_a_bucket(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    stack_of(deployed, monkeypatch)
+    monkeypatch.setattr(sources, "is_terminal", lambda: True)
+    result = CliRunner().invoke(cli, ["put", str(EXAMPLE), "gs://new-one/a.json"], input=answer)
+    assert (result.exit_code, "Make gs://new-one? [y/N]" in result.stderr) == (code, True), result.output
+    assert ("new-one" in [bucket.name for bucket in clients.storage().list_buckets()]) == (code == 0)
+
+
+def test_the_cache_is_one_for_all_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DROPFORGE_CACHE", "/own")
+    assert sources.cache_directory() == Path("/own")
+    monkeypatch.delenv("DROPFORGE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert sources.cache_directory() == Path("/caches/dropforge")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert sources.cache_directory() == Path("/home/me/.cache/dropforge")
 
 
 @pytest.mark.parametrize(("answer", "code", "runs"), [("y\n", 0, 2), ("n\n", 1, 1), ("\n", 1, 1)])

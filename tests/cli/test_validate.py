@@ -146,6 +146,7 @@ def test_the_installed_command_says_why_and_exits_1(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == (
-        f"{spec}: /: the spec is not UTF-8 text; found byte 0xff at offset 0; expected JSON encoded as UTF-8\n"
+        f"{spec}: /: the spec is not UTF-8 text; found byte 0xff at offset 0, in line 1 ('ÿ' in Latin-1 and "
+        "Windows-1252); expected JSON encoded as UTF-8; in PowerShell, `Set-Content -Encoding utf8` writes it\n"
     )
     assert done.stderr == ""

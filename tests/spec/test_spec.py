@@ -237,7 +237,7 @@ def test_an_unknown_field_is_told_with_the_fields_of_its_own_type() -> None:
     found = problems_of(json.dumps({**DOCUMENTS[0], "target": target}).encode())
     (problem,) = (each for each in found if each.pointer == "/target/accelerator")
     expected = problem.expected or ""
-    assert expected.startswith("'accelerator_type'? The fields here are accelerator_type, data_disk_gib")
+    assert expected.startswith("did you mean 'accelerator_type'? One of accelerator_type, data_disk_gib")
     assert "head_cpu" not in expected
 
 
@@ -268,7 +268,7 @@ def test_every_pattern_of_a_spec_has_words(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "My Job"}, "lower-case letters, digits and -; a letter first"),
+        ({"name": "My Job"}, "Lower-case letters, digits and -; a letter first"),
         ({"labels": {"Team": "search"}}, "a letter first; at most 63 characters"),
         ({"secrets": {"HF_TOKEN": "projects/p/secrets/x"}}, "the short name of a Secret Manager secret"),
         ({"limits": {"max_duration": "two hours"}}, "a whole number from 1 to 999999 and a unit"),

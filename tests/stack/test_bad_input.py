@@ -18,7 +18,7 @@ from .conftest import User
 PLACEMENT = [{"region": "us-central1"}]
 CASES: list[tuple[str, Any, str, str]] = [
     ("not JSON", b"{oops", "", "not JSON"),
-    ("empty", b"", "", "not JSON"),
+    ("empty", b"", "", "it is empty"),
     ("wrong encoding", b'{"name": "\xff"}', "", "not UTF-8"),
     ("ten megabytes", b" " * 10_000_000, "", "too large"),
     ("a list", b"[]", "", "JSON object"),
@@ -40,7 +40,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("reserved variable", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "decides how"),
     ("too short", {"limits": {"max_duration": "119s"}}, "/limits/max_duration", "too short"),
     ("an infinite number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
-    ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
+    ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "/name", "wrong type"),
     ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),
     ("code of the model", {"model": {"source": "gs://local-data/tiny-gemma3", "trust_remote_code": True}},
      "/model/trust_remote_code", "trust_remote_code` of the deployment's policy"),

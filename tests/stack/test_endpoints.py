@@ -257,7 +257,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (OPERATIONS, {"rollback": "NAME"}, "has no model before the present one"),
     (OPERATIONS, {"retire": {"endpoint": 7}}, "there is no endpoint ''"),
     (OPERATIONS, {"extend": {"endpoint": "NAME", "ttl": "a week"}}, "expected how long"),
-    (OPERATIONS, {"budget": {"endpoint": "NAME", "usd": 50, "per": "week"}}, "budget/per: Input should be"),
+    (OPERATIONS, {"budget": {"endpoint": "NAME", "usd": 50, "per": "week"}}, "budget/per: unknown value"),
     (REQUESTS, {"budget": {"endpoint": "NAME", "usd": None}}, "belongs to the specs bucket"),
     (OPERATIONS, {"serve": {"run": "no-run-0123456789ab", "endpoint": "NAME"}}, "there is no run"),
     (OPERATIONS, {"serve": {"run": "RUN", "endpoint": "NAME"}}, "has no `serve`"),

@@ -839,9 +839,10 @@ def test_a_metric_that_is_not_finite_is_told_and_harms_no_message(odd: float) ->
 
 @pytest.mark.parametrize(("odd", "bound"), [(math.nan, "max"), (math.inf, "min"), (-math.inf, "max")])
 def test_a_metric_that_is_not_finite_passes_no_gate(odd: float, bound: str) -> None:
-    evaluation = {"gate": {"metric": "loss", bound: 1.0}}
+    metric = "loss" if bound == "max" else "exact_match"
+    evaluation = {"gate": {"metric": metric, bound: 1.0}}
     place = Place(spec={**DAY, "serve": None, "evaluation": evaluation}, attempts=[running()])
-    commit(place, loss=odd)
+    commit(place, **{metric: odd})  # type: ignore[arg-type]
     answer = look(place, Status(Phase.RUNNING))
     assert answer["gate"]["passed"] is False
-    assert f"loss is {odd}; the gate asks for" in answer["gate"]["error"]["message"]
+    assert f"{metric} is {odd}; the gate asks for" in answer["gate"]["error"]["message"]

@@ -49,7 +49,10 @@ class DropforgeError(Exception):
 
 
 class SpecProblem(NamedTuple):
-    """A problem of a spec. `pointer` is a JSON pointer (RFC 6901); "" is the whole document."""
+    """A problem of a spec. `pointer` is a JSON pointer (RFC 6901); "" is the whole document.
+
+    `expected` is what must be there, or a question that begins with "did you mean".
+    """
 
     pointer: str
     message: str
@@ -61,7 +64,8 @@ class SpecProblem(NamedTuple):
         if self.found is not None:
             parts.append(f"found {self.found}")
         if self.expected is not None:
-            parts.append(f"expected {self.expected}")
+            is_question = self.expected.startswith("did you mean")
+            parts.append(self.expected if is_question else f"expected {self.expected}")
         return "; ".join(parts)
 
 

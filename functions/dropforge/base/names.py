@@ -10,6 +10,7 @@ import hashlib
 import re
 
 MANAGED_BY = "managed-by"
+OWN_LABELS = "dropforge-"  # how all others begin
 RUN_LABEL = "dropforge-run"
 ATTEMPT_LABEL = "dropforge-attempt"
 EXPIRES_LABEL = "dropforge-expires"
@@ -168,6 +169,11 @@ def secret_version(project: str, secret: str) -> str:
     """The full resource name of a secret in a spec: `name` or `name:version`."""
     name, _, version = secret.partition(":")
     return f"projects/{project}/secrets/{name}/versions/{version or 'latest'}"
+
+
+def is_own_label(key: str) -> bool:
+    """Whether only dropforge sets a label: the sweep finds and ends resources by such labels."""
+    return key == MANAGED_BY or key.startswith(OWN_LABELS)
 
 
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:

@@ -13,8 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from dropforge.base import names
+
 from .chat_template import problem_of
 from .kinds import AnyServe, AnyTarget
+from .metrics import METRICS, MetricName
 from .parts import (
     NAMED_KEYS,
     Duration,
@@ -38,7 +41,8 @@ RESERVED_VARIABLES = re.compile(
     "|PYTHON.*|.*_EMULATOR_HOST|PATH|HOME|USER|SHELL|SHELLOPTS|ENV|IFS|PORT|HOSTNAME|TMPDIR"
     "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
 )
-RESERVED_LABELS = "dropforge-"
+# https://cloud.google.com/resource-manager/docs/labels-overview: Cloud Run, GKE and others refuse users' own
+_GOOGLE_LABELS = "goog-"
 # Names that no public server has, and IP addresses. The resolved address is checked again before each call.
 _LOCAL_HOST = re.compile(
     r"(^|\.)(local|localhost|internal|intranet|lan|home|corp|test|invalid|[0-9]+|0x[0-9a-f]*)$", re.I
@@ -406,11 +410,11 @@ Bound = Annotated[float, Field(ge=-1_000_000_000, le=1_000_000_000)]
 class Gate(Part):
     """The metric that the model must reach on the held-out rows before it is served."""
 
-    metric: Literal["exact_match", "loss"] = Field(
-        default="exact_match", description="The metric on the held-out rows after training."
+    metric: MetricName = Field(default="exact_match", description="The metric on the held-out rows after training.")
+    min: Bound | None = Field(
+        default=None, description="The least value that passes, for exact_match: a share, from 0 to 1."
     )
-    min: Bound | None = Field(default=None, description="The least value that passes.")
-    max: Bound | None = Field(default=None, description="The greatest value that passes.")
+    max: Bound | None = Field(default=None, description="The greatest value that passes, for loss: above 0.")
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Gate:
@@ -418,6 +422,15 @@ class Gate(Part):
             raise Wrong(
                 "", "a gate needs exactly one bound", {"min": self.min, "max": self.max}, "either `min` or `max`"
             )
+        field, value = ("min", self.min) if self.min is not None else ("max", self.max or 0.0)
+        metric = METRICS[self.metric]
+        if field != metric.bound:
+            better = "higher" if metric.is_higher_better else "lower"
+            message = f"{self.metric} is better the {better} it is, so this gate keeps the good models out"
+            raise Wrong(f"/{field}", message, value, f"`{metric.bound}`: {metric.range(value)}")
+        if not metric.is_possible(value):
+            message = f"no model has this value: {self.metric} is {metric.what}"
+            raise Wrong(f"/{field}", message, value, metric.range(value))
         return self
 
     def passes(self, value: float | None) -> bool:
@@ -657,8 +670,11 @@ class JobSpec(Part):
         if taken := next((name for name in self.secrets if RESERVED_VARIABLES.fullmatch(name)), None):
             expected = "the name of a variable that only the model's hub or its code reads, such as HF_TOKEN"
             raise Wrong(f"/secrets/{taken}", "a variable that decides how the container runs", taken, expected)
-        if taken := next((key for key in self.labels if key.startswith(RESERVED_LABELS)), None):
-            raise Wrong(f"/labels/{taken}", "a label that dropforge sets itself", taken, f"no {RESERVED_LABELS}…")
+        if taken := next(filter(names.is_own_label, self.labels), None):
+            expected = f"another name: neither {names.MANAGED_BY} nor {names.OWN_LABELS}…"
+            raise Wrong(f"/labels/{taken}", "a label that dropforge sets itself", taken, expected)
+        if taken := next((key for key in self.labels if key.startswith(_GOOGLE_LABELS)), None):
+            raise Wrong(f"/labels/{taken}", "a label that only Google sets", taken, f"no {_GOOGLE_LABELS}…")
 
     def _check_dataset_fits_method(self) -> None:
         synthetic = isinstance(self.dataset, SyntheticDataset)

@@ -16,11 +16,12 @@ from pydantic_core import CoreSchema
 from dropforge.base import names
 
 from . import registry
+from .guess import named, one_of
 from .machine import Machine
 from .parts import Budget, Canary, EndpointName, Part, Wrong, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from dropforge.base.errors import SpecProblem
     from dropforge.base.settings import Settings
@@ -56,6 +57,11 @@ class _Typed(Part):
         """The value of `type` that stands for this class."""
         (name,) = get_args(cls.model_fields["type"].annotation)
         return str(name)
+
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        """The names of the accelerators that Google sells for this type."""
+        return ()
 
 
 class TargetSpec(_Typed):
@@ -297,6 +303,16 @@ def _check_adapter(serve: ServeSpec, job: JobSpec) -> None:
     if job.name == serve.endpoint:
         message = "on a shared endpoint, requests for its name get the base model"
         raise Wrong("/name", message, job.name, "another name than serve.endpoint")
+
+
+def one_sold(found: str, cls: type[TargetSpec | ServeSpec]) -> str:
+    """What the name of an accelerator must be, and the types of the same part that have the one that was found."""
+    own, part = sorted(cls.sold()), "target" if issubclass(cls, TargetSpec) else "serve"
+    if named(found, own):
+        return one_of(found, own)
+    others = [(other.type_name(), named(found, other.sold())) for other in registry.classes(part) if other is not cls]
+    elsewhere = [f"{part}.type {name!r} has {' and '.join(having)}" for name, having in others if having]
+    return f"one of {', '.join(own)}; {', '.join(elsewhere)}" if elsewhere else one_of(found, own)
 
 
 class _OneOf:

@@ -14,6 +14,8 @@ from pydantic_core import CoreSchema
 from dropforge.base.errors import SpecProblem
 from dropforge.base.redact import cut
 
+from . import misnamed
+
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # What a pattern allows, in words: people read them when a value does not match. `ruled` adds each pattern.
 WORDS: dict[str, str] = {}
@@ -41,7 +43,8 @@ Duration = Annotated[
     ),
 ]
 Name = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
-EndpointName = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", f"{_NAME} 30 characters")]
+_ENDPOINT = r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$"
+EndpointName = Annotated[str, ruled(_ENDPOINT, f"{_NAME} 30 characters")]
 # Resource labels: https://cloud.google.com/resource-manager/docs/labels-overview#requirements
 LabelKey = Annotated[
     str,
@@ -68,6 +71,33 @@ Reservation = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"{_NAM
 ClusterName = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
 BudgetPeriod = Literal["day", "month"]
 Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
+
+
+def corrected(pattern: str, value: object) -> str:
+    """The text that matches a pattern, and that a value of another form probably means; "" if there is none.
+
+    "US-Central1" means us-central1, and "us-central1-a" means its region where a region is expected.
+    """
+    if not isinstance(value, str):
+        return ""
+    simple = cut(value.strip(), 64)
+    forms = (simple, simple.lower(), re.sub(r"[\s_]+", "-", simple.lower()), re.sub(r"[\s-]+", "_", simple.upper()))
+    lengths = (simple.lower().replace(" ", ""), re.sub(r"\s*(second|minute|hour|day)s?$", _unit, simple.lower()))
+    place = re.sub(r"-[a-z]$", "", simple.lower())
+    return next((form for form in (*forms, *lengths, place) if form and re.search(pattern, form)), "")
+
+
+def _unit(match: re.Match[str]) -> str:
+    return match[1][0]
+
+
+def not_an_endpoint(name: str) -> str:
+    """Why a text is not the name of an endpoint: the rule, and the name that it probably means."""
+    shown_name, meant = cut(name, 60), corrected(_ENDPOINT, name)
+    if meant == name:
+        return f"{shown_name!r} is not the name of an endpoint: it is reserved, or the id of a run"
+    guess = f"; did you mean {meant!r}?" if meant else ""
+    return f"{shown_name!r} is not the name of an endpoint; expected {words_of(_ENDPOINT)}{guess}"
 
 
 class _NamedKeys:
@@ -125,6 +155,9 @@ def check_source(value: str) -> str:
         if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f]+", value):
             bucket = value.removeprefix("gs://").partition("/")[0]
             raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, "gs://bucket/path")
+    elif answer := misnamed.instead(value):
+        message, expected = answer
+        raise Wrong("", message, value, expected)
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", value, re.ASCII):
         expected = "a Hugging Face Hub id (owner/name) or gs://bucket/path"
         raise Wrong("", f"not a source{_foreign(value)}", value, expected)

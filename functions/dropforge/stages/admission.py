@@ -21,6 +21,7 @@ from dropforge.rows.sample import problems_of, samples_of
 from dropforge.rows.sources import exists
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
+from dropforge.spec.misnamed import file_problems
 from dropforge.spec.policy import Policy, policy_of
 from dropforge.spec.templates import template_problems
 from dropforge.tell.channels import secrets_of
@@ -53,6 +54,7 @@ def rule_problems(spec: JobSpec, policy: Policy, shape: ModelShape | None) -> li
     problems = [*policy_problems(spec, policy), *fit_problems(spec, shape), *machine_problems(spec)]
     return [
         *problems,
+        *file_problems(spec.sources),
         *template_problems(spec),
         *time_problems(spec),
         *budget_problems(spec),

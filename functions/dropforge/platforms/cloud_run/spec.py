@@ -10,7 +10,8 @@ from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.guess import one_of
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
@@ -25,7 +26,7 @@ from .catalog import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Collection, Iterator, Set
 
     from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
@@ -57,10 +58,14 @@ class CloudRunTarget(TargetSpec):
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunTarget:
-        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        check_cloud_run_machine(type(self), self.accelerator, self.cpu, self.memory_gib)
         for index, placement in enumerate(self.placements):
             check_cloud_run_region(self.accelerator, placement.region, f"/placements/{index}/region")
         return self
+
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return CLOUD_RUN_MACHINES
 
     @property
     def accelerators(self) -> Accelerators:
@@ -130,7 +135,7 @@ class CloudRunServe(ServeSpec):
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunServe:
-        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        check_cloud_run_machine(type(self), self.accelerator, self.cpu, self.memory_gib)
         if self.region is not None:
             check_cloud_run_region(self.accelerator, self.region, "/region")
         if self.min_instances > self.max_instances:
@@ -141,6 +146,10 @@ class CloudRunServe(ServeSpec):
             expected = "at most 30m; a model that needs longer to load can be served on GKE (serve.type 'gke')"
             raise Wrong("/startup_timeout", message, self.startup_timeout, expected)
         return self
+
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return CLOUD_RUN_MACHINES
 
     def machine(self, job: JobSpec) -> Machine:
         return _machine(self.accelerator, self.memory_gib)
@@ -220,11 +229,13 @@ def _quota(name: str, region: str, units: int) -> Quota:
     return Quota("run.googleapis.com", name, {"region": region}, units)
 
 
-def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:
+def check_cloud_run_machine(
+    cls: type[CloudRunTarget | CloudRunServe], accelerator: str, cpu: int, memory_gib: int
+) -> None:
     """Raise Wrong unless Cloud Run offers `accelerator` with that much CPU and memory."""
     known = CLOUD_RUN_MACHINES.get(accelerator)
     if known is None:
-        expected = f"one of {', '.join(sorted(CLOUD_RUN_MACHINES))}"
+        expected = one_sold(accelerator, cls)
         raise Wrong("/accelerator", "Cloud Run does not offer this accelerator", accelerator, expected)
     if cpu < known.min_cpu:
         raise Wrong("/cpu", f"too little for {accelerator}", cpu, f"at least {known.min_cpu}")
@@ -243,4 +254,4 @@ def check_cloud_run_region(accelerator: str, region: str, pointer: str) -> None:
     """Raise Wrong, at `pointer`, unless Cloud Run has `accelerator` in `region`."""
     regions = CLOUD_RUN_MACHINES[accelerator].regions
     if region not in regions:
-        raise Wrong(pointer, f"Cloud Run does not offer {accelerator} there", region, f"one of {', '.join(regions)}")
+        raise Wrong(pointer, f"Cloud Run does not offer {accelerator} there", region, one_of(region, regions))

@@ -10,14 +10,14 @@ from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
 from .catalog import GKE_GPUS, gke_drivers, gpu_quota
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
@@ -127,6 +127,10 @@ class GkeTarget(ClusterTarget):
         check_gke_pod(self)
         return self
 
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return GKE_GPUS
+
     @property
     def accelerators(self) -> Accelerators:
         count = self.accelerator_count * self.nodes
@@ -231,6 +235,10 @@ class GkeServe(ServeSpec):
     def storage_gib(self) -> int:
         return self.ephemeral_storage_gib * self.max_instances
 
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return GKE_GPUS
+
     def machine(self, job: JobSpec) -> Machine:
         return _machine(self)
 
@@ -308,7 +316,7 @@ def check_gke_pod(part: GkeTarget | GkeServe) -> None:
     accelerator, count = part.accelerator, part.accelerator_count
     known = GKE_GPUS.get(accelerator)
     if known is None:
-        expected = f"one of {', '.join(sorted(GKE_GPUS))}"
+        expected = one_sold(accelerator, type(part))
         raise Wrong("/accelerator", "GKE Autopilot does not offer this accelerator", accelerator, expected)
     if count not in known.counts:
         expected = f"one of {', '.join(map(str, known.counts))}"

@@ -11,14 +11,14 @@ from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators
+from dropforge.spec.kinds import Accelerators, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Wrong
 
 from .catalog import BALANCED, GKE_TPUS, TpuSlice, slice_quota, tpu_slice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
@@ -62,6 +62,10 @@ class RayTarget(ClusterTarget):
         description="Price of all hosts, for machines whose price dropforge does not know.",
     )
 
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return GKE_TPUS
+
     @property
     def slice(self) -> TpuSlice:
         """Hosts and chips of the topology."""
@@ -73,7 +77,7 @@ class RayTarget(ClusterTarget):
     def _gke_offers_it(self) -> RayTarget:
         known = GKE_TPUS.get(self.accelerator)
         if known is None:
-            expected = f"one of {', '.join(sorted(GKE_TPUS))}"
+            expected = one_sold(self.accelerator, type(self))
             raise Wrong("/accelerator", "GKE does not offer this TPU", self.accelerator, expected)
         if tpu_slice(self.accelerator, self.topology) is None:
             raise Wrong("/topology", f"{self.accelerator} has no such slice", self.topology, known.expected)

@@ -10,14 +10,15 @@ from dropforge.base.errors import SpecProblem
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.guess import one_of
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
 from .catalog import TPU_VMS, tpu_vm_quota
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
@@ -80,7 +81,7 @@ class TpuVmTarget(TargetSpec):
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmTarget:
-        check_tpu_vm(self.accelerator_type, self.runtime_version)
+        check_tpu_vm(type(self), self.accelerator_type, self.runtime_version)
         for index, placement in enumerate(self.placements):
             self._check_placement(placement, f"/placements/{index}")
         return self
@@ -90,6 +91,10 @@ class TpuVmTarget(TargetSpec):
         if placement.capacity == "guaranteed" and not self.queued:
             raise Wrong(f"{pointer}/capacity", "only the queue guarantees", "guaranteed", "queued: true")
         check_tpu_vm_reservation(placement.capacity, placement.reservation, self.queued, pointer)
+
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return TPU_VMS
 
     @property
     def start_seconds(self) -> int:
@@ -205,7 +210,7 @@ class TpuVmServe(OneMachine):
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmServe:
-        check_tpu_vm(self.accelerator_type, self.runtime_version)
+        check_tpu_vm(type(self), self.accelerator_type, self.runtime_version)
         if self.zone is not None:
             check_tpu_vm_zone(self.accelerator_type, self.zone, "/zone")
         if self.reservation is not None and self.capacity != "reservation":
@@ -221,6 +226,10 @@ class TpuVmServe(OneMachine):
             message, expected = "a required field is missing", "the zone of the endpoint's TPU VM"
             raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
         check_tpu_vm_zone(self.accelerator_type, job.target.placements[0].zone, "/serve/zone")
+
+    @classmethod
+    def sold(cls) -> Collection[str]:
+        return TPU_VMS
 
     def machine(self, job: JobSpec) -> Machine:
         return _machine(self.accelerator_type, BOOT_DISK_FREE_GIB)
@@ -278,14 +287,14 @@ def _demand(accelerator_type: str, zone: str, capacity: str, machines: int = 1) 
     return Demand(accelerator_type, chips * machines, zone, quota, capacity, listed_by="tpu")
 
 
-def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
+def check_tpu_vm(cls: type[TpuVmTarget | TpuVmServe], accelerator_type: str, runtime_version: str | None) -> None:
     """Raise Wrong unless the type is a TPU VM of one machine that boots the runtime. None is the default runtime."""
     known = TPU_VMS.get(accelerator_type)
     if known is None:
-        message, expected = "not the type of a TPU VM of one machine", f"one of {', '.join(sorted(TPU_VMS))}"
+        message, expected = "not the type of a TPU VM of one machine", one_sold(accelerator_type, cls)
         raise Wrong("/accelerator_type", message, accelerator_type, expected)
     if runtime_version not in (None, *known.runtimes):
-        message, expected = f"does not boot on {accelerator_type}", f"one of {', '.join(known.runtimes)}"
+        message, expected = f"does not boot on {accelerator_type}", one_of(runtime_version, known.runtimes)
         raise Wrong("/runtime_version", message, runtime_version, expected)
 
 
@@ -294,7 +303,7 @@ def check_tpu_vm_zone(accelerator_type: str, zone: str, pointer: str) -> None:
     zones = TPU_VMS[accelerator_type].zones
     if zone not in zones:
         message = f"Cloud TPU does not offer {accelerator_type} there"
-        raise Wrong(pointer, message, zone, f"one of {', '.join(zones)}")
+        raise Wrong(pointer, message, zone, one_of(zone, zones))
 
 
 def check_tpu_vm_reservation(capacity: str, reservation: str | None, queued: bool, pointer: str) -> None:

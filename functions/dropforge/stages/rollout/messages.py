@@ -11,10 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import ValidationError
-
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.endpoints.record import Canary
@@ -23,7 +21,8 @@ from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
 from dropforge.spec import JobSpec, parts
 from dropforge.spec.kinds import ServeSpec
-from dropforge.spec.parts import DURATION
+from dropforge.spec.parse import read_part
+from dropforge.spec.parts import DURATION, not_an_endpoint
 from dropforge.tell.run_events import answer_refused
 
 from . import elsewhere, requests
@@ -60,7 +59,7 @@ def apply(context: Context, content: dict[str, Any], request: Request) -> None:
     who, endpoint = request.who, _text(arguments, "endpoint")
     if change == "serve":
         if not names.is_endpoint_name(endpoint):
-            raise Refused(f"{cut(endpoint, 60)!r} is not the name of an endpoint", "docs/endpoints.md#names")
+            raise Refused(not_an_endpoint(endpoint), "docs/endpoints.md#names")
         run = _text(arguments, "run")
         serve = _serve_of_another_deployment if elsewhere.is_elsewhere(context.settings, run) else _serve
         serve(context, arguments, endpoint, rollout, request)
@@ -147,11 +146,9 @@ def _canary(context: Context, arguments: dict[str, Any], spec: JobSpec, serve: S
     if whole := serve.why_whole(spec, context.settings):
         raise Refused(whole, "`--canary none`: the model gets every request at once")
     try:
-        return canary_of(parts.Canary.model_validate(arguments["canary"]))
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = "/".join(map(str, ("canary", *problem["loc"])))
-        raise Refused(f"{where}: {problem['msg']}", "docs/endpoints.md#canary") from None
+        return canary_of(read_part(parts.Canary, arguments["canary"], "serve", "canary"))
+    except InvalidSpec as error:
+        raise Refused(str(error.problems[0]), "docs/endpoints.md#canary") from None
 
 
 def _ttl(arguments: Any) -> str | None:
@@ -169,9 +166,7 @@ def _budget(arguments: Any) -> parts.Budget | None:
     if "usd" in fields and fields["usd"] is None:
         return None
     try:
-        return parts.Budget.model_validate(fields)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = "/".join(map(str, ("budget", *problem["loc"])))
+        return read_part(parts.Budget, fields, "serve", "budget")
+    except InvalidSpec as error:
         hint = 'such as {"budget": {"endpoint": "NAME", "usd": 50, "per": "month"}}, or "usd": null for no budget'
-        raise Refused(f"{where}: {problem['msg']}", hint) from None
+        raise Refused(str(error.problems[0]), hint) from None
