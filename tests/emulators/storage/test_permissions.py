@@ -69,9 +69,7 @@ def bounded(server: Server) -> Bounded:
     """Google's client with the token that the function `access` gives the containers of a run."""
 
     def bounded(run: str, *, is_trainer: bool = True, source: str = "google/gemma-2b") -> storage.Client:
-        spec = SimpleNamespace(
-            model=SimpleNamespace(source=source), dataset=SimpleNamespace(source="rows"), evaluation=None
-        )
+        spec = SimpleNamespace(sources={"/model/source": source, "/dataset/source": "rows"})
         session = requests.Session()
         rules = json.dumps(boundary(RUNS, run, spec, is_trainer=is_trainer))  # type: ignore[arg-type]
         session.headers["Authorization"] = f"Bearer {IDENTITY.token(BOUNDED, rules, 'access')}"
