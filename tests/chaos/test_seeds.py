@@ -137,7 +137,7 @@ def is_record(name: str) -> bool:
 def test_the_checker_finds_a_boundary_that_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A boundary that allows everything lets hostile containers destroy what other runs have written."""
     monkeypatch.setattr("dropforge_local.iam.boundary.Boundary.allows", lambda *_: True)
-    found = [text for seed in (2, 22, 52) for _, text in hostile_does_nothing(run(seed))]
+    found = [text for seed in (2, 12) for _, text in hostile_does_nothing(run(seed))]
     assert {text.split()[2] for text in found} >= {"create", "delete"}
 
 
@@ -151,7 +151,7 @@ def test_the_checker_finds_a_forged_event_that_was_kept() -> None:
         assert list(hostile_does_nothing(history))
 
 
-HOSTS = {"gke": (191, 611), "ray": (171, 461)}  # seeds in which a host fails while the others wait for it
+HOSTS = {"gke": (59, 71), "ray": (49, 89)}  # seeds in which a host fails while the others wait for it
 
 
 @pytest.mark.parametrize("target", sorted(HOSTS))

@@ -161,7 +161,7 @@ class Hostile:
     def _present_attempt(self, victim: str) -> int:
         """The number of the victim's attempt that runs now: the trainer's account may read records."""
         record = self._storage.find(self._bucket, f"runs/{victim}/record.json")
-        attempts = json.loads(record.data)["attempts"] if record else []
+        attempts = json.loads(record.data).get("attempts") if record else []
         return int(attempts[-1]["number"]) if attempts else 1
 
     def _forge_event(self, victim: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from datetime import date, datetime
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 
 from containers.common import chat
 from containers.common.errors import JobError
@@ -22,7 +22,8 @@ from dropforge.spec.job import Model
 from ..names import DATA
 
 DAY = date(2026, 11, 29)
-TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+# Without an import of TRL, which each process that collects the tests would do.
+TEMPLATES = sorted(Path(file.locate()) for file in files("trl") or () if file.match("trl/chat_templates/*.jinja"))
 # As in Llama 3.2, gpt-oss, Granite 3 and SmolLM3, and in Mistral Small 3 between quotes of the other kind.
 SHOWN = {
     "{%- if strftime_now is defined %}{% set now = strftime_now('%d %b %Y') %}{% else %}{% set now = '26 Jul 2024' %}"
