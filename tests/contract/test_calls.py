@@ -334,6 +334,8 @@ def submitted_by_halves(user: User, function: str) -> str:
     user.store.put_new(names.spec_object(run), wanted.model_dump_json(by_alias=True).encode())
     record = Record(run=run, name="n", source="s", state=RunState.ACCEPTED, created=when, history=history)
     assert user.store.create(record)
+    if change == "deleted":
+        user.store.close(run)  # otherwise a sweep may start the execution before the event
     user.until(lambda: call(user, function, event, cloud_event(kind)))
     return run
 
