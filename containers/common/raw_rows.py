@@ -7,9 +7,10 @@ the memory does not grow with the rows, and every process reads the rows that it
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import pickle
 import re
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,8 +97,10 @@ class LineRows(Sequence[Raw]):
 
     def __getitem__(self, number: Any) -> Any:
         """Raises BadFile, which names the line, and the file if there are several."""
+        number = range(len(self))[number]
         start = int(self._starts[number])
-        text = str(self._data[start : self._data.find(b"\n", start)], "utf-8")
+        end = int(self._starts[number + 1]) if number + 1 < len(self) else self.path.stat().st_size
+        text = str(self._read(start, end).partition(b"\n")[0], "utf-8")
         try:
             return json_row(text, "")
         except BadFile:
@@ -105,7 +108,10 @@ class LineRows(Sequence[Raw]):
             return json_row(text, f"{name}line {1 + self._lines(first, start)}")
 
     def _lines(self, start: int, end: int) -> int:
-        return sum(self._data[at : min(at + (1 << 20), end)].count(b"\n") for at in range(start, end, 1 << 20))
+        return sum(self._read(at, min(at + (1 << 20), end)).count(b"\n") for at in range(start, end, 1 << 20))
+
+    def _read(self, start: int, end: int) -> bytes:
+        return os.pread(self._descriptor, end - start, start)
 
     @cached_property
     def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -113,9 +119,11 @@ class LineRows(Sequence[Raw]):
         return np.memmap(path, np.int64, "r") if path.stat().st_size else np.empty(0, np.int64)
 
     @cached_property
-    def _data(self) -> mmap.mmap | bytes:
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(self) else b""
+    def _descriptor(self) -> int:
+        """The open file. A memory map of it would count as the memory of each process that has read it."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "files": self.files}
