@@ -86,9 +86,9 @@ def values_of(raw: RawRows, numbers: Numbers) -> Sequence[Mapping[str, Any]]:
 
 
 class Judged(NamedTuple):
-    """What the reader says about rows: those that it accepts, how many it does not, and the first of these.
+    """The rows that the reader accepts, the number of unusable rows, and the messages of the first of these.
 
-    Rows whose weight is 0 are neither. `unused` are the fields that nothing reads.
+    A row whose weight is 0 is neither accepted nor unusable. `unused` are the fields that nothing reads.
     """
 
     rows: ReadRows

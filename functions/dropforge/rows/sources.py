@@ -123,7 +123,7 @@ def _no_files(uri: str) -> NoFiles:
 
 
 def _files(client: Any, uri: str, **options: Any) -> Iterator[File]:
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    bucket, name = bucket_and_name(uri)
     if not is_many(uri):
         blob = client.bucket(bucket).get_blob(name, **options)
         yield from [File(uri, blob)] if blob is not None else []
@@ -137,7 +137,7 @@ def _listed(client: Any, uri: str, **options: Any) -> Iterator[Any]:
 
     A folder's files whose names begin with `_` or `.` are notes of other programs (`_SUCCESS`).
     """
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    bucket, name = bucket_and_name(uri)
     prefix = name if uri.endswith("/") else GLOB.split(name)[0].rpartition("/")[0]
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     rest = name.removeprefix(prefix) or "*"
@@ -155,8 +155,13 @@ def exists(client: Any, uri: str, *, is_model: bool, **options: Any) -> bool:
     if is_many(pattern):
         return any(True for _ in _listed(client, pattern, **options))
     # The object is the first with this prefix. A list, unlike a read, tells a missing bucket from a missing object.
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    bucket, name = bucket_and_name(uri)
     return any(blob.name == name for blob in client.list_blobs(bucket, prefix=name, max_results=1, **options))
+
+
+def bucket_and_name(uri: str) -> tuple[str, str]:
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    return bucket, name
 
 
 def is_glob(uri: str) -> bool:
