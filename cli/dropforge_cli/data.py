@@ -18,9 +18,10 @@ from dropforge.base.figures import duration, usd
 from dropforge.fit.batch import batch_of
 from dropforge.plan import make_plan
 from dropforge.rows.check import CHARACTERS_PER_TOKEN, Finding, Report, check
-from dropforge.rows.files import BadFile, Raw, text_of_file, text_rows
-from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of
+from dropforge.rows.files import BadFile, Raw, json_row, text_of_file, text_rows
+from dropforge.rows.sources import ARROW, TEXT, files_of, format_of, is_glob, is_read, rows_of
 from dropforge.rows.split import evaluation_dataset, shuffled
+from dropforge.rows.tables import table_lines, unpacked
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
 from dropforge.spec.job import Model, Training
 from dropforge.spec.misnamed import FILE_SUFFIXES
@@ -186,36 +187,14 @@ def _file_rows(path: Path) -> Iterator[Raw]:
         return
     suffix, compression = format_of(path.name)
     try:
-        import pyarrow
+        if suffix in ARROW:
+            for line in table_lines(path, suffix):
+                yield json_row(line, "")
+            return
+        with unpacked(path, compression) as data, text_of_file(data, suffix) as text:
+            yield from text_rows(text, suffix)
     except ImportError:
         raise CliError(f"{path} is not read here: pyarrow is not installed", "pip install 'dropforge[train]'") from None
-    try:
-        if compression:
-            data = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-            with text_of_file(data, suffix) as text:
-                yield from text_rows(text, suffix)
-        else:
-            for batch in _batches(path, suffix):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        end = compression or suffix
-        raise BadFile(f"{path} is not a complete {end} file ({type(error).__name__})", "write the file again") from None
-
-
-def _batches(path: Path, suffix: str) -> Iterator[Any]:
-    """Some rows after the others of a Parquet file, or of an Arrow file of either kind (stream and file)."""
-    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
-
-    if suffix == ".parquet":
-        with parquet.ParquetFile(path) as table:
-            yield from table.iter_batches(1000)
-        return
-    with memory_map(str(path)) as file:
-        try:
-            yield from ipc.open_stream(file)
-        except ArrowInvalid:
-            found = ipc.open_file(file)
-            yield from map(found.get_batch, range(found.num_record_batches))
 
 
 class _Chosen(Sequence[Raw]):

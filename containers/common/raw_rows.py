@@ -1,7 +1,7 @@
 """The rows of a data set as its files have them, read one by one from the disk.
 
-Files of text become one file of JSON lines, and the places of the rows in it; Parquet and Arrow files are mapped. So
-the memory does not grow with the rows, and every process reads the rows that it needs.
+Files become one file of JSON lines, and the places of the rows in it. So the memory does not grow with the rows, and
+every process reads the rows that it needs.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ import pickle
 import re
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from dropforge.base.log import log
 from dropforge.rows.files import BadFile, json_row, text_of_file, text_rows
 from dropforge.rows.sources import ARROW, MAX_BYTES, File, NoFiles, files_of, format_of, one_format
+from dropforge.rows.tables import table_columns, table_lines, unpacked
 from dropforge.run.artifacts import Source
 from dropforge.spec import Dataset
 from dropforge.spec.templates import shown_columns
 
 from .errors import data_error, missing, place_of
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # pyarrow's names
 STARTS_AT_ONCE = 1 << 16  # numbers that are written at once
 
 Raw = Mapping[str, Any]
@@ -140,9 +139,8 @@ def from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows
     directory.mkdir(parents=True, exist_ok=True)
     try:
         files = files_of(client, dataset.sources)
-        suffix = one_format([file.uri for file in files])
-        read = _read_tables if suffix in ARROW else _read_lines
-        rows = read(files, directory, suffix)
+        one_format([file.uri for file in files])
+        rows = _read_files(files, directory)
     except NoFiles as problem:
         raise missing(str(problem), problem.hint) from None
     except NotFound:
@@ -172,10 +170,10 @@ def _download(file: File, path: Path) -> None:
         raise NoFiles(f"the data set {file.uri!r} was deleted", "upload it again") from None
 
 
-def _read_lines(files: Sequence[File], directory: Path, suffix: str) -> RawRows:
-    """Files of text as one file of JSON lines. A line of JSON is judged when its row is read."""
+def _read_files(files: Sequence[File], directory: Path) -> RawRows:
+    """The rows of all files, as one file. A line of JSON is judged when its row is read. Raises BadFile."""
     path, firsts, places = directory / "rows.jsonl", [], []
-    name = ""
+    columns: dict[str, str] = {}
     with path.open("wb") as lines, starts_of(path).open("wb") as starts:
         writer = _LineWriter(lines, starts)
         for file in files:
@@ -184,15 +182,27 @@ def _read_lines(files: Sequence[File], directory: Path, suffix: str) -> RawRows:
             places.append((writer.size, name))
             packed = directory / "file"
             _download(file, packed)
+            suffix, compression = format_of(file.uri)
             try:
-                with _unpacked(packed, format_of(file.uri).compression) as data:
-                    _copy(data, suffix, writer)
+                if suffix in ARROW:
+                    columns = _same_columns(table_columns(packed, suffix), columns, files[0].uri)
+                    writer.rows_of(table_lines(packed, suffix))
+                else:
+                    with unpacked(packed, compression) as data:
+                        _copy(data, suffix, writer)
             except BadFile as problem:
                 raise BadFile(f"{name}{problem}", problem.hint) from problem.__cause__
             finally:
                 packed.unlink()
         writer.flush()
     return RawRows(LineRows(path, tuple(places)), [file.uri for file in files], firsts)
+
+
+def _same_columns(columns: dict[str, str], expected: dict[str, str], first: str) -> dict[str, str]:
+    """Raises BadFile."""
+    if expected and (other := sorted(dict(columns.items() ^ expected.items()))):
+        raise BadFile(f"the file and {first} differ in the columns {shown_columns(other)}, or in their types")
+    return columns
 
 
 class _LineWriter:
@@ -209,6 +219,11 @@ class _LineWriter:
         self.blank(line)
         if len(self._starts) == STARTS_AT_ONCE:
             self.flush()
+
+    def rows_of(self, lines: Iterable[str]) -> None:
+        """Raises BadFile if the rows are more than MAX_BYTES."""
+        for line in lines:
+            self.row(line.encode() + b"\n")
 
     def blank(self, line: bytes) -> None:
         """Write a line that is no row, so that the numbers of lines stay right."""
@@ -228,98 +243,7 @@ def _copy(data: BinaryIO, suffix: str, writer: _LineWriter) -> None:
             for line in text:
                 (writer.row if line.strip() else writer.blank)(f"{line.rstrip(chr(10))}\n".encode())
             return
-        for row in text_rows(text, suffix):
-            writer.row(json.dumps(row).encode() + b"\n")
-
-
-@contextmanager
-def _unpacked(path: Path, compression: str) -> Iterator[BinaryIO]:
-    """The bytes of a file. Raises BadFile if a compressed one is damaged."""
-    import pyarrow
-
-    if not compression:
-        with path.open("rb") as file:
-            yield file
-        return
-    try:
-        with (
-            pyarrow.OSFile(str(path)) as packed,
-            pyarrow.CompressedInputStream(packed, COMPRESSIONS[compression]) as file,
-        ):
-            yield cast(BinaryIO, file)
-    except OSError as error:
-        if error.errno is not None:  # of this machine, such as a full disk
-            raise
-        raise BadFile(f"the data set is not a complete {compression} file", "compress the file again") from error
-
-
-def _read_tables(files: Sequence[File], directory: Path, suffix: str) -> RawRows:
-    """Parquet files, or Arrow files of either kind (file and stream)."""
-    import datasets
-
-    paths: list[str] = []
-    firsts: list[int] = []
-    columns: dict[str, str] | None = None
-    rows = 0
-    for number, file in enumerate(files):
-        path = directory / f"{number:04}{suffix}"
-        _download(file, path)
-        names, count = _shape(path, file.uri, _SHAPES[suffix])
-        if columns is not None and (other := sorted(dict(columns.items() ^ names.items()))):
-            raise BadFile(
-                f"{file.uri} and {files[0].uri} differ in the columns {shown_columns(other)}, or in their "
-                "types; expected the same in each file"
-            )
-        paths.append(str(path))
-        firsts.append(rows)
-        columns, rows = names, rows + count
-    try:
-        table = datasets.load_dataset(
-            suffix.removeprefix("."), data_files=paths, split="train", cache_dir=str(directory / "cache")
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise BadFile(f"the data set cannot be read: {place_of(error.__cause__ or error)}") from error
-    for each in paths:  # the table has its own file
-        Path(each).unlink()
-    return RawRows(table, [file.uri for file in files], firsts)
-
-
-def _shape(path: Path, uri: str, read: Callable[[Path], tuple[dict[str, str], int]]) -> tuple[dict[str, str], int]:
-    """The types of a file's columns, and the number of its rows. Raises BadFile."""
-    import pyarrow
-
-    try:
-        return read(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadFile(
-            f"the data set's file {uri} is not a complete {path.suffix} file ({type(error).__name__})"
-        ) from error
-
-
-def _parquet_shape(path: Path) -> tuple[dict[str, str], int]:
-    from pyarrow import parquet
-
-    found = parquet.ParquetFile(path)
-    return _columns(found.schema_arrow), found.metadata.num_rows
-
-
-def _arrow_shape(path: Path) -> tuple[dict[str, str], int]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as file:
-        try:
-            batches: Iterable[Any] = pyarrow.ipc.open_stream(file)
-        except pyarrow.ArrowInvalid:
-            found = pyarrow.ipc.open_file(file)
-            return _columns(found.schema), sum(found.get_batch(n).num_rows for n in range(found.num_record_batches))
-        return _columns(batches.schema), sum(batch.num_rows for batch in batches)  # type: ignore[attr-defined]
-
-
-def _columns(schema: Any) -> dict[str, str]:
-    return {field.name: str(field.type) for field in schema}
-
-
-_SHAPES = {".parquet": _parquet_shape, ".arrow": _arrow_shape}
+        writer.rows_of(map(json.dumps, text_rows(text, suffix)))
 
 
 def from_hub(dataset: Dataset) -> tuple[RawRows, Source]:

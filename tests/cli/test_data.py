@@ -94,7 +94,7 @@ def test_parquet_is_read(dropforge: Run) -> None:
     assert "60 rows, form prompt_completion" in dropforge("data", "check", "rows.parquet").output
     Path("bad.parquet").write_bytes(b"PAR1")
     bad = dropforge("data", "check", "bad.parquet")
-    assert (bad.exit_code, "bad.parquet is not a complete .parquet file" in bad.output) == (1, True)
+    assert (bad.exit_code, "the data set is not a complete .parquet file" in bad.output) == (1, True)
 
 
 @pytest.mark.parametrize(

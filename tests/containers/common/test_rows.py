@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import re
 import uuid
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,12 @@ FILES = {
 }
 
 
+def test_a_table_has_dates_and_decimals_as_text_and_bytes_are_refused_by_their_type(cloud: Any, tmp_path: Path) -> None:
+    values = {"day": date(2026, 11, 29), "price": Decimal("1.50"), "nothing": math.nan, "picture": b"x", "tags": ["a"]}
+    (row,) = read(cloud, tmp_path, {"x.parquet": table_in("parquet", [values])})
+    assert row == {"day": "2026-11-29", "price": "1.50", "nothing": None, "picture": {"type": "bytes"}, "tags": ["a"]}
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_read_by_their_names(cloud: Any, tmp_path: Path, name: str) -> None:
     raw = read(cloud, tmp_path, {name: FILES[name]})
@@ -305,7 +314,11 @@ def test_several_files_are_read_in_the_order_of_their_names(
             "",
             "b.csv.zst: .* not a complete .zst",
         ),
-        ({"a.parquet": FILES["x.parquet"], "b.parquet": b"PAR1"}, "", "b.parquet is not a complete .parquet file"),
+        (
+            {"a.parquet": FILES["x.parquet"], "b.parquet": b"PAR1"},
+            "",
+            "b.parquet: the data set is not a complete .parquet file",
+        ),
         ({"a.arrow": FILES["x.arrow"], "b.arrow": table_in("file", [{"b": 1}])}, "", "differ in the columns a, b"),
         ({"x.parquet.gz": b"x"}, "", r"x.parquet.gz is compressed as a whole"),
     ],
