@@ -41,7 +41,7 @@ def main() -> None:
         for row in tiny.house_rows(ROWS)
     ]
     base = str(tiny.base_model(ROOT / "build" / "tiny"))
-    tokeniser = Tokeniser(chat.load_tokenizer(base, False), base)
+    tokeniser = Tokeniser.load(base, False, "sft", None)
     print(f"{ROWS} rows of {sum(len(row.content) for row in rows) // ROWS} characters")
     show("render alone", lambda: [chat.render(tokeniser.tokenizer, row.messages) for row in rows])
     encoded: Any = None

@@ -55,6 +55,11 @@ class Tokeniser:
     cache: TokenCache | None = None
     processes: int | None = None  # by default, those that pay off
 
+    @classmethod
+    def load(cls, base: str, trust_remote_code: bool, method: str, cache: TokenCache | None) -> Tokeniser:
+        """With the tokenizer and the chat template of the directory `base`. Raises JobError if it has no tokenizer."""
+        return cls(chat.load_tokenizer(base, trust_remote_code), base, trust_remote_code, method, cache)
+
     def encode(self, rows: Sequence[Row], max_length: int, source: str, learn: Learn = "answers") -> Encoded:
         """As chat.encode: the same result for any number of processes. Raises JobError."""
         key = self.key(rows, max_length, learn) if self.cache else ""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from containers.common import chat, read_rows, tokenise
-from containers.common.chat import load_tokenizer
 from containers.common.errors import JobError
 from containers.common.processes import MAX_PROCESSES, cores
 from containers.common.read_rows import mean_characters, processes_for
@@ -53,7 +52,7 @@ def base(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tokeniser(base_model: Path) -> Tokeniser:
-    return Tokeniser(load_tokenizer(str(base_model), False), str(base_model))
+    return Tokeniser.load(str(base_model), False, "sft", None)
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def test_a_row_that_the_template_refuses_is_named_by_its_number(
     forked.prepare(cloud.environment())
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked.CONTEXT)
     monkeypatch.setattr(tokenise, "CHUNK_ROWS", 7)
-    refusing = Tokeniser(load_tokenizer(str(base), False), str(base))
+    refusing = Tokeniser.load(str(base), False, "sft", None)
     for processes in (1, 2):
         encoded = replace(refusing, processes=processes).encode(ROWS, 128, "gs://d/x")
         assert encoded.refused == (37, 59)
@@ -161,7 +160,7 @@ def test_whatever_changes_the_token_ids_changes_the_key(tokeniser: Tokeniser, ba
         tokeniser.key([replace(ROWS[0], muted=frozenset({0})), *ROWS[1:]], 128),
         replace(tokeniser, method="dpo").key(ROWS, 128),
         replace(tokeniser, base=str(base)).key(ROWS, 128),
-        Tokeniser(load_tokenizer(str(base), False), str(base)).key(ROWS, 128),
+        Tokeniser.load(str(base), False, "sft", None).key(ROWS, 128),
     ]
     assert len({tokeniser.key(ROWS, 128), *others}) == 7
     assert tokeniser.key([replace(row, number=0) for row in ROWS], 128) == tokeniser.key(ROWS, 128)

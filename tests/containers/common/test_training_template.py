@@ -47,7 +47,7 @@ def test_the_processes_of_a_long_data_set_use_the_template_of_the_spec(base_mode
     one, two = (dataclasses.replace(tokeniser, processes=count).encode(rows, 128, "x") for count in (1, 2))
     assert one == two
     assert "### Answer: " in tokeniser.tokenizer.decode(two.input_ids[0])
-    other = Tokeniser(chat.load_tokenizer(str(base_model), False), str(base_model))
+    other = Tokeniser.load(str(base_model), False, "sft", None)
     assert tokeniser.key(rows, 128) != other.key(rows, 128)
 
 

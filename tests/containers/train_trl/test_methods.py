@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import pytest
 
-from containers.common.chat import load_tokenizer
 from containers.common.errors import BAD_CONFIG, JobError
 from containers.common.model import base_day
 from containers.common.tokenise import Tokeniser
@@ -70,7 +69,7 @@ def test_a_row_to_evaluate_on_is_named_by_its_own_data_set(
         cloud.put(DATA, f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
     source = f"gs://{DATA}/unseen.jsonl"
     document = job_spec(dataset={"source": f"gs://{DATA}/seen.jsonl"}, evaluation={"source": source})
-    tokeniser = Tokeniser(load_tokenizer(str(tmp_path), False), str(tmp_path))
+    tokeniser = Tokeniser.load(str(tmp_path), False, "sft", None)
     spec = parse_spec(json.dumps(document).encode())
     examples = load_method("sft").read_examples(spec, tokeniser, cloud.client, tmp_path / "data")
     assert examples.held_out is not None
