@@ -31,7 +31,8 @@ def test_deleting_the_spec_cancels_its_run(user: User, target: Part) -> None:
     clients.storage().bucket(user.settings.specs_bucket).blob(name).delete()
     assert user.wait(run).state is RunState.CANCELLED
     assert_clean(user, run)
-    assert " cancelled by topic " in user.slack(run, "cancelled")[-1]
+    told = f"cancelled by the deletion of gs://{user.settings.specs_bucket}/{name}"
+    assert told in user.slack(run, "cancelled")[-1]
 
 
 def test_deleting_the_spec_of_a_finished_run_changes_nothing(user: User) -> None:

@@ -112,6 +112,7 @@ def test_an_object_that_was_moved_is_named_as_the_cause(user: User) -> None:
     bucket.copy_blob(blob, bucket, f"{stem}-b.json")
     copied = names.run_id_of_object(bucket.name, f"{stem}-b.json", bucket.get_blob(f"{stem}-b.json").generation)
     blob.delete()
-    assert user.wait(run).ended_by == f"the move of gs://{bucket.name}/{stem}.json to gs://{bucket.name}/{stem}-b.json"
+    cause = f"the deletion of gs://{bucket.name}/{stem}.json, of which gs://{bucket.name}/{stem}-b.json is a copy"
+    assert user.wait(run).ended_by == cause
     user.publish("dropforge-operations", json.dumps({"cancel": copied}).encode())
     assert user.wait(copied).state is RunState.CANCELLED

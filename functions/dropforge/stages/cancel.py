@@ -99,12 +99,11 @@ def cancel_deleted(context: Context, bucket: str, name: str, generation: str, md
         context.log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
         return
     uri, copy = f"gs://{bucket}/{name}", _copy_of(context, bucket, name, md5) if md5 else ""
-    text = f"the move of {uri} to {copy}" if copy else f"the deletion of {uri}"
-    cancel(context, run, cause=Cause(redact(text)))
+    cancel(context, run, cause=Cause(redact(f"the deletion of {uri}{copy and f', of which {copy} is a copy'}")))
 
 
 def _copy_of(context: Context, bucket: str, name: str, md5: str) -> str:
-    """The object that a deleted object was moved to: a fresh one with the same bytes; "" if there is none."""
+    """A fresh object with the same bytes, which a move makes; "" if there is none."""
     fields = "items(name,md5Hash,timeCreated),nextPageToken"
     blobs = context.cloud.clients.storage().list_blobs(
         bucket, fields=fields, max_results=MOST_SPECS, timeout=TIMEOUT_SECONDS
