@@ -133,7 +133,8 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a command that has cleaned up may ignore it
+            signal.signal(signal.SIGINT, before)
 
 
 def _end_interrupted(ctx: click.Context) -> NoReturn:
