@@ -22,6 +22,7 @@ from datetime import UTC, datetime, timedelta
 
 from rich.console import Console
 
+from dropforge.base.changes import evolve
 from dropforge.base.clock import Clock
 from dropforge.endpoints.store import EndpointStore
 from dropforge.index import read_index
@@ -137,7 +138,7 @@ def rows(reader: Reader) -> None:
 
 def change() -> None:
     store = RunStore(client(), BUCKET)
-    store.update(run_of(0), lambda found: found.model_copy(update={"name": found.name}))
+    store.update(run_of(0), lambda found: evolve(found, name=found.name))
 
 
 def report(what: str, look: Callable[[], object], before: Callable[[], None] = lambda: None) -> None:

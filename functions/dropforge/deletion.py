@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
+from dropforge.base.changes import evolve
+
 from .base import names
 from .base.errors import CloudError, ErrorClass, OverQuota
 from .base.redact import cut
@@ -102,4 +104,4 @@ def with_endpoint_ended(record: Record, now: datetime) -> Record:
     """The record with the end of its endpoint, if it has an endpoint; a noted time stays."""
     if record.endpoint is None or record.endpoint.ended:
         return record
-    return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": now})})
+    return evolve(record, endpoint=evolve(record.endpoint, ended=now))

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.run.artifacts import Manifest, attempt_directory, files_digest
 from dropforge.run.events import dumps
 from dropforge.run.record import Parity, Stored
@@ -119,4 +120,4 @@ def plus(adapters: Iterable[Adapter], new: Adapter) -> list[Adapter]:
 def minus(adapters: Iterable[Adapter], name: str) -> list[Adapter]:
     """The adapters of a new revision without the one of that name."""
     kept = [adapter for adapter in adapters if adapter.name != name]
-    return [adapter.model_copy(update={"parity": None}) for adapter in kept]
+    return [evolve(adapter, parity=None) for adapter in kept]

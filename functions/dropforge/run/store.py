@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.clock import Clock
 from dropforge.base.errors import Conflict, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
@@ -96,7 +97,7 @@ class RunStore:
 
     def with_key(self, record: Record) -> Record:
         """The record of a new run with the day of its key (run/proof.py). The key of the day exists on return."""
-        return record.model_copy(update={"key_day": self._keyed_day(record.created)})
+        return evolve(record, key_day=self._keyed_day(record.created))
 
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""

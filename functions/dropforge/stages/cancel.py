@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 import requests
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, NotFound, RetryLater
 from dropforge.base.redact import cut, redact
 from dropforge.cloud.clients import TIMEOUT_SECONDS
@@ -163,11 +164,11 @@ def _with_request(record: Record, topic: str, now: datetime, cause: Cause) -> Re
         if record.endpoint is None or record.endpoint.ended or record.endpoint.expires <= now:
             return record
         # The endpoint expires now: the sweep deletes it even if this request fails.
-        expired = record.endpoint.model_copy(update={"expires": now})
-        return record.model_copy(update={"endpoint": expired, **asked})
+        expired = evolve(record.endpoint, expires=now)
+        return evolve(record, endpoint=expired, **asked)
     if record.cancel_requested:
         return record
-    requested = record.model_copy(update=asked)
+    requested = evolve(record, **asked)
     return requested.entered(RunState.CANCELLED, now) if record.state is RunState.ACCEPTED else requested
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.base.settings import Settings
 from dropforge.context import Context
@@ -51,7 +52,7 @@ def provision(context: Context, run: str, execution: str, attempt: int, callback
     if record.state not in _TRAINS:  # a late call, or a takeover after the training: nothing is created
         return takeover_answer(record)
     attempt = max(attempt, record.attempt)
-    return _advance(context, record, spec, attempt, asked).model_copy(update={"attempt": attempt})
+    return evolve(_advance(context, record, spec, attempt, asked), attempt=attempt)
 
 
 def takeover_answer(record: Record) -> Running | Succeeded | Failed:
@@ -91,7 +92,7 @@ def _claim(context: Context, record: Record, execution: str, attempt: int, spec:
     opened = _open_attempt(context, record, attempt, spec, now)
     if opened is None:
         return record
-    record = record.model_copy(update={"attempts": [*record.attempts, opened]})
+    record = evolve(record, attempts=[*record.attempts, opened])
     return record.entered(RunState.PROVISIONING, now)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
 from dropforge.platforms.images import attention_problems
@@ -126,7 +127,7 @@ class RayTarget(ClusterTarget):
         for topology in GKE_TPUS[self.accelerator].topologies:
             slice_ = tpu_slice(self.accelerator, topology)
             if slice_ is not None and slice_.hosts * slice_.chips > chips:
-                yield self.model_copy(update={"topology": topology})
+                yield evolve(self, topology=topology)
 
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:

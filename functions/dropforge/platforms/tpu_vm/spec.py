@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
@@ -117,7 +118,7 @@ class TpuVmTarget(TargetSpec):
         zones = {placement.zone for placement in self.placements}
         for name in _larger_machines(self.accelerator_type):
             if zones <= set(TPU_VMS[name].zones):
-                yield self.model_copy(update={"accelerator_type": name})
+                yield evolve(self, accelerator_type=name)
 
     @property
     def offered_places(self) -> tuple[str, ...]:
@@ -236,7 +237,7 @@ class TpuVmServe(OneMachine):
 
     def larger(self) -> Iterator[TpuVmServe]:
         for name in _larger_machines(self.accelerator_type):
-            yield self.model_copy(update={"accelerator_type": name})
+            yield evolve(self, accelerator_type=name)
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         zone = self.zone
