@@ -16,7 +16,7 @@ from .money import endpoint_seconds, most_usd, short_endpoint, training_seconds
 from .platforms import get_server, get_target
 from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from .platforms.serving import Deployment
-from .platforms.training import Launch
+from .platforms.training import NO_KEY, Launch
 from .spec import JobSpec
 from .spec.advice import advice
 
@@ -106,7 +106,7 @@ def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: dat
 def _launch(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> Launch:
     """Return the first attempt, at the given placement."""
     allowed = training_seconds(spec, get_target(spec.target.type).price(spec, index))
-    return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed)
+    return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed, key=NO_KEY)
 
 
 def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:

@@ -26,10 +26,12 @@ from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
 
+NO_KEY = ""  # of a launch that creates nothing: the names of its resources need no key
+
 
 @dataclass(frozen=True)
 class Launch:
-    """An attempt: all inputs for the creation of its resources. `key` is the run's (run/proof.py)."""
+    """An attempt: all inputs for the creation of its resources. `key` is the run's (run/proof.py), or NO_KEY."""
 
     run: str
     attempt: int
@@ -38,7 +40,7 @@ class Launch:
     settings: Settings
     deadline: datetime
     timeout_seconds: int
-    key: str = field(default="", repr=False)
+    key: str = field(repr=False, kw_only=True)
 
 
 class Phase(StrEnum):
@@ -108,8 +110,8 @@ class Target(Protocol):
         """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
-def launch_of(record: Record, spec: JobSpec, settings: Settings, key: str = "") -> Launch:
-    """The latest attempt of a record, as its target needs it."""
+def launch_of(record: Record, spec: JobSpec, settings: Settings, *, key: str) -> Launch:
+    """The latest attempt of a record, as its target needs it. `key` is the run's, or NO_KEY."""
     attempt = record.attempts[-1]
     return Launch(
         run=record.run,

@@ -115,7 +115,7 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _nothing_left(record, spec, began)
     if context.now() >= expires:  # the sweep would delete the endpoint at once
         return _too_late(spec, expires)
-    launch = launch_of(record, spec, context.settings, store.key(record.run))
+    launch = launch_of(record, spec, context.settings, key=store.key(record.run))
     deployment = Deployment(record.run, spec, context.settings, expires, launch)
     resources = server.resources(deployment)
     entries = [(resource.kind, resource.name) for resource in resources]

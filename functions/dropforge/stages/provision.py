@@ -10,7 +10,7 @@ from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Waits, launch_of
+from dropforge.platforms.training import NO_KEY, Launch, Waits, launch_of
 from dropforge.run.record import WAITING_SECONDS, Attempt, Limit, Outcome, Record, RunError, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
@@ -115,7 +115,7 @@ def _with_intents(context: Context, record: Record, execution: str, spec: JobSpe
     latest = record.attempts[-1]
     if latest.ended is not None:
         return record
-    resources = _resources(context, launch_of(record, spec, context.settings))
+    resources = _resources(context, launch_of(record, spec, context.settings, key=NO_KEY))
     return record.with_ledger(lambda ledger: ledger.with_intents(resources, latest.number, context.now()))
 
 
@@ -161,7 +161,9 @@ def _advance(
         return _running(latest)  # the attempt has succeeded; `inspect` reports the success again
     announce(context, record, RunState.PROVISIONING)
     try:
-        return _launch(context, record, launch_of(record, spec, context.settings, context.store.key(record.run)), asked)
+        return _launch(
+            context, record, launch_of(record, spec, context.settings, key=context.store.key(record.run)), asked
+        )
     except CloudError as error:
         return _refused(context, record, spec, error, asked)
 

@@ -35,7 +35,7 @@ def spec_of(**changes: Any) -> JobSpec:
 
 
 def launch(seconds: int = 7200, **changes: Any) -> Launch:
-    return Launch("run-1", 1, 0, spec_of(**changes), settings_with(), NOW, seconds)
+    return Launch("run-1", 1, 0, spec_of(**changes), settings_with(), NOW, seconds, key="")
 
 
 def job(seconds: int = 7200, **changes: Any) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def spec(target: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
 
 def launch(target: dict[str, Any] | None = None, placement: int = 0, **changes: Any) -> Launch:
     deadline = datetime(2026, 11, 20, 14, tzinfo=UTC)
-    return Launch(RUN, 2, placement, spec(target, **changes), SETTINGS, deadline, 7200)
+    return Launch(RUN, 2, placement, spec(target, **changes), SETTINGS, deadline, 7200, key="")
 
 
 def pod_spec(launch: Launch) -> dict[str, Any]:

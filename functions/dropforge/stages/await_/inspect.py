@@ -13,7 +13,7 @@ from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
 from dropforge.context import Context
 from dropforge.money import due, running_since, seconds_to_warning
-from dropforge.platforms.training import Phase, Status, launch_of
+from dropforge.platforms.training import NO_KEY, Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, read_job_events
 from dropforge.run.record import Notice, Outcome, Record, RunError, RunState
@@ -278,7 +278,7 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         return _in_teardown(evolve(trained, metrics=metrics), outcome, context.now())
 
     if spec.serve is not None and spec.serve.keeps_machine:  # before the workflow tears down the attempt
-        launch = launch_of(record, spec, context.settings)
+        launch = launch_of(record, spec, context.settings, key=NO_KEY)
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
@@ -338,7 +338,7 @@ def _status(context: Context, record: Record, spec: JobSpec) -> Status | None:
     """The attempt's status in the cloud; None if the cloud does not answer."""
     target = context.platforms.target(spec.target.type)
     try:
-        launch = launch_of(record, spec, context.settings, context.store.key(record.run))
+        launch = launch_of(record, spec, context.settings, key=context.store.key(record.run))
         return target.inspect(context.cloud, launch)
     except CloudError as error:
         context.log(error.message, stage="await", run=record.run, severity="WARNING", error_class=error.error_class)

@@ -178,7 +178,7 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
 
 def _candidate(context: Context, record: EndpointRecord, revision: Revision, rollout: str) -> Candidate:
     run, spec = context.store.record(revision.run), context.store.spec(revision.run)
-    launch = launch_of(run, spec, context.settings, context.store.key(revision.run))
+    launch = launch_of(run, spec, context.settings, key=context.store.key(revision.run))
     adapters = tuple(
         Served(each.name, each.run, each.digest, context.store.key(each.run)) for each in revision.adapters
     )

@@ -18,7 +18,7 @@ from dropforge.context import Context
 from dropforge.deletion import delete_remaining, end_endpoint
 from dropforge.money import due_of_budget
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import launch_of
+from dropforge.platforms.training import NO_KEY, launch_of
 from dropforge.run.record import END_TOLD, Record, RunState
 from dropforge.stages.ending import finish
 from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
@@ -181,7 +181,7 @@ def _has_lost_endpoint(context: Context, record: Record, listed: frozenset[str])
     spec = store.spec(record.run)
     assert spec.serve is not None, "only a run that serves has an endpoint"
     assert record.endpoint is not None, "only a served run gets here"
-    launch = launch_of(record, spec, context.settings)
+    launch = launch_of(record, spec, context.settings, key=NO_KEY)
     deployment = Deployment(record.run, spec, context.settings, record.endpoint.expires, launch)
     if context.platforms.server(spec.serve.type).exists(context.cloud, deployment):
         return False
