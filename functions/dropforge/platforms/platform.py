@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from dropforge.base.errors import DropforgeError
 from dropforge.base.settings import Settings
 from dropforge.spec.kinds import ServeSpec, TargetSpec
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .named import NamedServer
     from .serving import Server
     from .training import Target
+
+P = TypeVar("P")
 
 
 class Permission(NamedTuple):
@@ -60,8 +63,9 @@ class Training:
 
     def load(self) -> Target:
         """The adapter, imported on use."""
-        target: Target = _load(self.adapter)
-        return target
+        from .training import Target
+
+        return _load(self.adapter, Target)
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,15 @@ class Serving:
 
     def load(self) -> Server:
         """The adapter, imported on use."""
-        server: Server = _load(self.adapter)
-        return server
+        from .serving import Server
+
+        return _load(self.adapter, Server)
 
     def load_named(self) -> NamedServer:
         """The adapter of named endpoints, imported on use."""
-        server: NamedServer = _load(self.named)
-        return server
+        from .named import NamedServer
+
+        return _load(self.named, NamedServer)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,18 @@ class Platform:
         return (*((self.training,) if self.training else ()), *self.serving)
 
 
-def _load(adapter: str):  # type: ignore[no-untyped-def]  # the caller says which protocol the class implements
+def _load(adapter: str, protocol: type[P]) -> P:
+    """An adapter by "module:class". Raises DropforgeError if its class lacks a member of the protocol."""
     module, _, name = adapter.partition(":")
-    return getattr(import_module(module), name)()
+    made = getattr(import_module(module), name)
+    lacking = sorted(member for member in _abstract(protocol) if member in _abstract(made) or not hasattr(made, member))
+    if lacking:
+        where = f"{protocol.__module__}.{protocol.__name__}"
+        raise DropforgeError(f"the adapter {adapter!r} lacks {', '.join(lacking)}; expected each member of {where}")
+    adapted: P = made()
+    return adapted
+
+
+def _abstract(cls: type) -> frozenset[str]:
+    """The members of a class that a subclass must have."""
+    return frozenset(getattr(cls, "__abstractmethods__", ()))

@@ -6,6 +6,7 @@ Each verb is a short call. No verb waits for the cloud longer than a few seconds
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -85,27 +86,34 @@ class Status:
 class Target(Protocol):
     """A place where training runs. Verbs raise CloudError when a Google API refuses or fails."""
 
+    @abstractmethod
     def regions(self, spec: JobSpec) -> list[str]:
         """The placements' regions or zones, in the order in which attempts try them."""
 
+    @abstractmethod
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
         """The price of the attempt's machines for an hour."""
 
+    @abstractmethod
     def resources(self, launch: Launch) -> list[Resource]:
         """The resources that `provision` creates, in order. Pure: the same for the same launch."""
 
+    @abstractmethod
     def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
         """Advance towards a running attempt; None once it is launched. A repeated call creates nothing twice."""
 
+    @abstractmethod
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         """Read the attempt's status once."""
 
+    @abstractmethod
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every training resource of every run in the project, as the cloud lists them.
 
         Raises Unlisted at the end if some places could not be listed.
         """
 
+    @abstractmethod
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 

@@ -6,6 +6,7 @@ become unions of the registered classes when the first spec is read, so this pac
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args
@@ -46,7 +47,13 @@ class Accelerators:
 
 
 class _Typed(Part):
-    """A part of a spec whose `type` selects the class. Each subclass has a single value of `type`."""
+    """A part of a spec whose `type` selects the class. Each subclass has a single value of `type`.
+
+    `needed` are the members that each platform declares, as a field or as a property. They have no abstract property
+    here: pydantic takes no field by the name of a property of a base class.
+    """
+
+    needed: ClassVar[tuple[str, ...]] = ("type",)
 
     if TYPE_CHECKING:
         type: str
@@ -57,6 +64,12 @@ class _Typed(Part):
         """The value of `type` that stands for this class."""
         (name,) = get_args(cls.model_fields["type"].annotation)
         return str(name)
+
+    @classmethod
+    def missing_members(cls) -> list[str]:
+        """What a platform must declare and this class does not."""
+        members = [name for name in cls.needed if name not in cls.model_fields and not hasattr(cls, name)]
+        return sorted({*members, *cls.__abstractmethods__})
 
     @classmethod
     def sold(cls) -> Collection[str]:
@@ -74,18 +87,22 @@ class TargetSpec(_Typed):
     methods: ClassVar[tuple[str, ...]] = ("sft",)
     trainer: ClassVar[Literal["trl", "maxtext"]] = "trl"
     placement_key: ClassVar[str] = "region"
+    needed: ClassVar[tuple[str, ...]] = ("type", "placements")
 
     if TYPE_CHECKING:
 
         @property
         def placements(self) -> Sequence[PlacementSpec]: ...
-        @property
-        def accelerators(self) -> Accelerators:
-            """The accelerators of an attempt."""
 
-        @property
-        def machine(self) -> Machine:
-            """The machine on which an attempt trains."""
+    @property
+    @abstractmethod
+    def accelerators(self) -> Accelerators:
+        """The accelerators of an attempt."""
+
+    @property
+    @abstractmethod
+    def machine(self) -> Machine:
+        """The machine on which an attempt trains."""
 
     @property
     def driver_machine(self) -> Machine:
@@ -156,6 +173,15 @@ class ServeSpec(_Typed):
     takes_names: ClassVar[bool] = False
     splits_requests: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    needed: ClassVar[tuple[str, ...]] = (
+        "type",
+        "max_model_len",
+        "max_num_seqs",
+        "startup_timeout",
+        "ttl",
+        "min_instances",
+        "max_instances",
+    )
 
     endpoint: EndpointName | None = Field(
         default=None,
@@ -195,8 +221,10 @@ class ServeSpec(_Typed):
         def min_instances(self) -> int: ...
         @property
         def max_instances(self) -> int: ...
-        def machine(self, job: JobSpec) -> Machine:
-            """The machine of an instance."""
+
+    @abstractmethod
+    def machine(self, job: JobSpec) -> Machine:
+        """The machine of an instance."""
 
     @model_validator(mode="after")
     def _may_have_the_name(self) -> Self:
