@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import JsonValue
+
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass, InvalidSpec, Malformed, NotFound, SpecProblem
 from dropforge.base.redact import cut, redact
@@ -69,7 +71,7 @@ def rights(bucket: str) -> str:
     )
 
 
-def find_model(context: Context, uri: str, endpoint: str, changes: Any) -> Model:
+def find_model(context: Context, uri: str, endpoint: str, changes: dict[str, JsonValue]) -> Model:
     """The model at a URI. `changes` are fields of `serve` that differ from the spec of its run. Raises Refused."""
     if problem := why_not_here(uri, context.settings):
         raise Refused(problem, f"an operator can add a bucket to Terraform's model_buckets: {PAGE}")
@@ -132,10 +134,8 @@ def _asked(look: Callable[[], T], bucket: str) -> T:
         raise Unreadable(f"gs://{bucket} may not be read: {cut(found.message, 300)}", rights(bucket)) from None
 
 
-def _spec_here(settings: Settings, uri: str, text: bytes, endpoint: str, changes: Any) -> JobSpec:
+def _spec_here(settings: Settings, uri: str, text: bytes, endpoint: str, changes: dict[str, JsonValue]) -> JobSpec:
     """The spec of a run of another deployment, as this deployment serves its model. Raises Refused."""
-    if not isinstance(changes, dict):
-        raise Refused(f"with is {cut(repr(changes), 60)}; expected fields of `serve`, such as region", PAGE)
     try:
         given = json.loads(text)
         serve = given.get("serve") or {}
