@@ -55,7 +55,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"serve": {"run": RUN, "endpoint": "prod", "canary": {"for": "2d"}}}, "canary/for: longer than a canary may last"),
     ({"rollback": {"endpoint": "prod"}}, "rollback: wrong value; found"),
-    ({"retire": {"endpoint": 7}}, "retire: wrong value; found {\"endpoint\": 7}; expected the name of an endpoint, or"),
+    ({"retire": {"endpoint": 7}}, 'retire: wrong value; found {"endpoint": 7}; expected the name of an endpoint, or'),
     ({"retire": 7}, "retire: wrong value; found 7; expected the name of an endpoint, or an object with endpoint and"),
     ({"extend": {"endpoint": "prod"}}, "ttl: a required field is missing; found nothing; expected how long, such as"),
     ({"extend": {"endpoint": "prod", "ttl": "a week"}}, 'ttl: wrong value; found "a week"; expected how long, such as'),

@@ -65,7 +65,8 @@ class Deployment:
             {
                 "run": run,
                 "name": name,
-                "source": f"topic {topic} k" if topic else "s",
+                "source": "s",
+                "topic": topic,
                 "state": state,
                 "created": NOW,
                 "history": history,

@@ -333,10 +333,16 @@ class Cause(NamedTuple):
     person: str = ""
 
 
-def topic_of(source: str) -> str:
-    """The topic in the source of a run; "" for a run from the specs bucket."""
-    kind, _, rest = source.partition(" ")
-    return rest.partition(" ")[0] if kind == "topic" else ""
+class Source(Stored):
+    """Where the request for a run came from.
+
+    `text` says it to people. `topic` is the topic of a message, "" for the specs bucket; `submitter` is who dropped the
+    spec in the console, "" where no console says who.
+    """
+
+    text: Told
+    topic: str = ""
+    submitter: str = ""
 
 
 class Record(Stored):
@@ -344,10 +350,12 @@ class Record(Stored):
 
     run: str
     name: str
-    source: str
+    source: str  # where the request came from, for people
     state: RunState
     created: datetime
     history: list[Transition]
+    topic: str = ""  # of the request; "": the run is from the specs bucket
+    origin: str = ""  # the address of the model that was copied from another deployment; "": the run trained
     execution: str | None = None
     superseded: list[str] = []
     callback_url: str | None = None
@@ -376,11 +384,6 @@ class Record(Stored):
     key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
 
     @property
-    def topic(self) -> str:
-        """The topic of the request for the run; "" for a run from the specs bucket."""
-        return topic_of(self.source)
-
-    @property
     def ended_by(self) -> str:
         """Who or what has ended the run or its endpoint, or ends it now; "" if it ended by itself, and before its end.
 
@@ -390,11 +393,6 @@ class Record(Stored):
             return self.cancel_cause
         error = self.error or (self.outcome.error if self.outcome else None)
         return "" if error is None else _ENDING_FIELDS.get(error.error_class, "")
-
-    @property
-    def origin(self) -> str:
-        """The address of the model that was copied from another deployment; "" for a run that trained."""
-        return self.source.rpartition(" ")[2] if names.is_copy(self.run) else ""
 
     @property
     def attempt(self) -> int:

@@ -28,7 +28,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
 from .proof import key_of_run, new_key
-from .record import Cause, Ledger, Record, ResourceState
+from .record import Cause, Ledger, Record, ResourceState, Source
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
 
@@ -354,7 +354,8 @@ class RunStore:
 
     def mark_open(self, record: Record) -> None:
         """Write the open mark of a run: the sweep checks the run until the mark is removed."""
-        self.put_new(names.open_object(record.run), record.source.encode(), "text/plain")
+        source = Source(text=record.source, topic=record.topic, submitter=record.submitter)
+        self.put_new(names.open_object(record.run), source.model_dump_json().encode())
 
     def close(self, run: str) -> None:
         """Remove the open mark of a run."""

@@ -108,6 +108,8 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
         run=run,
         name=spec.name,
         source=redact(f"topic {request.topic} message {request.key} {model.origin.uri}"),
+        topic=request.topic,
+        origin=model.origin.uri,
         state=RunState.SUCCEEDED,
         created=now,
         submitter=request.by,

@@ -21,7 +21,7 @@ from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import NO_KEY, launch_of
 from dropforge.run.record import END_TOLD, Record, RunState
 from dropforge.stages.ending import finish
-from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
+from dropforge.stages.submit import accept_again, note_execution, resume, source_of_object, submit_object
 from dropforge.tell.everybody import tell, tell_unstarted, warn
 from dropforge.tell.notices import ENDPOINT_LOST, endpoint_ended, endpoint_lost
 
@@ -78,7 +78,8 @@ def submit(context: Context, blob: Dropped, now: datetime) -> str:
     message = "a spec that was dropped and has no run"
     context.log(message, stage="sweep", run=run, severity="WARNING", resource=blob.name)
     # No event repeats this submission: the open mark makes the next sweep look at the run until its end was announced.
-    store.put_new(names.open_object(run), f"gs://{bucket}/{blob.name}#{generation}".encode(), "text/plain")
+    source = source_of_object(context, bucket, blob.name, generation)
+    store.put_new(names.open_object(run), source.model_dump_json().encode())
     record = submit_object(context, bucket, blob.name, generation, blob.size, blob.again)
     if record.run != run:  # it has joined another run
         store.close(run)
