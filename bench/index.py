@@ -25,7 +25,7 @@ from rich.console import Console
 from dropforge.base.changes import evolve
 from dropforge.base.clock import Clock
 from dropforge.endpoints.store import EndpointStore
-from dropforge.index import read_index
+from dropforge.run.index import read_index
 from dropforge.run.record import About, Attempt, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge_cli.display import fitting

@@ -14,7 +14,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.endpoints.budget import Budget
 from dropforge.endpoints.record import Canary, EndpointRecord, Revision, Rollout, RolloutState
-from dropforge.money import due, due_of_budget
+from dropforge.money.limits import due, due_of_budget
 from dropforge.run.events import Request, RunEvent, run_event_message
 from dropforge.run.record import About, Attempt, Endpoint, Notice, Parity, Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec

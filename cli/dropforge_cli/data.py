@@ -17,7 +17,7 @@ from rich.text import Text
 from dropforge.base.changes import evolve
 from dropforge.base.figures import duration, usd
 from dropforge.fit.batch import batch_of
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.rows.check import CHARACTERS_PER_TOKEN, Finding, Report, check
 from dropforge.rows.files import BadFile, Raw, text_of_file, text_rows
 from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of

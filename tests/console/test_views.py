@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dropforge.base.errors import ErrorClass
-from dropforge.index import about
 from dropforge.run.events import Started
+from dropforge.run.index import about
 from dropforge.run.record import Attempt, Queued, Record, RunError, RunState, Transition
 from dropforge.run.series import Progress
 from dropforge.run.summary import Summary

@@ -22,9 +22,9 @@ from dropforge.base.redact import cut, redact
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
-from dropforge.deletion import end_endpoint
 from dropforge.run.events import Request
 from dropforge.run.record import Cause, Record, RunState
+from dropforge.stages.deletion import end_endpoint
 from dropforge.tell.everybody import is_unstarted, tell_unstarted
 from dropforge.tell.run_events import answer_unknown
 

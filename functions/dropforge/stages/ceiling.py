@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.base.names import SHARED_PREFIX
-from dropforge.money import serving_price
+from dropforge.money.limits import serving_price
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
 from dropforge.spec import JobSpec, parse_spec, seconds, serving_seconds

@@ -5,13 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
+from dropforge.base import names
 from dropforge.base.changes import evolve
-
-from .base import names
-from .base.errors import CloudError, ErrorClass, OverQuota
-from .base.redact import cut
-from .context import Context
-from .run.record import Ledger, LedgerEntry, Record, ResourceState
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
+from dropforge.base.redact import cut
+from dropforge.context import Context
+from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState
 
 
 class Deleted(NamedTuple):

@@ -9,7 +9,7 @@ from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
-from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
+from dropforge.money.limits import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.record import Endpoint, Record, ResourceState, RunError, RunState

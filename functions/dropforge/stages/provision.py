@@ -8,7 +8,7 @@ from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.base.settings import Settings
 from dropforge.context import Context
-from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
+from dropforge.money.limits import MIN_ATTEMPT_SECONDS, paid_seconds
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import NO_KEY, Launch, Waits, launch_of
 from dropforge.run.record import WAITING_SECONDS, Attempt, Limit, Outcome, Record, RunError, RunState

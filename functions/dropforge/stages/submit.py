@@ -23,8 +23,9 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
-from dropforge.index import about
+from dropforge.money.limits import most_usd
 from dropforge.run.events import Request
+from dropforge.run.index import about
 from dropforge.run.intents import Intent, claim, digest_of
 from dropforge.run.record import Record, RunState, Source, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
@@ -321,7 +322,7 @@ def _accept(context: Context, intent: Intent, spec: JobSpec) -> Record:
         submitter=source.submitter,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
         resources=[],
-        about=about(spec),
+        about=about(spec, most_usd(spec)),
         spec=json.loads(text) if is_inside else None,
     )
     if not store.create(record):

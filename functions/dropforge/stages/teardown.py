@@ -12,8 +12,8 @@ from typing import Literal
 from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, OverQuota
 from dropforge.context import Context
-from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import Ledger, LedgerEntry, Outcome, Record, ResourceState, RunState
+from dropforge.stages.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.tell.run_events import announce
 
 from .answers import Ended, Gone, Pending, Superseded, superseded

@@ -1,4 +1,4 @@
-"""The notices that stages send about a run. money.py has those about limits, rollout/telling.py those of endpoints."""
+"""The notices that stages send about a run. money/limits.py has those about limits, rollout/telling.py of endpoints."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dropforge.base.errors import InvalidSpec
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.cloud_run.catalog import PREVIEWS
 from dropforge.platforms.cloud_run.preview import preview_values, with_launch_stage
 from dropforge.platforms.cloud_run.serve import service_request

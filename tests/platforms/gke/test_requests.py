@@ -17,7 +17,7 @@ from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.gke import serve, workload
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS

@@ -19,7 +19,7 @@ from dropforge.cloud import tpu
 from dropforge.cloud.listing import Listed
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.tpu_vm import serve
 from dropforge.platforms.tpu_vm.serve import TpuVmServer
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
 from dropforge.context import Context
-from dropforge.money import due, running_since, seconds_to_warning
+from dropforge.money.limits import due, running_since, seconds_to_warning
 from dropforge.platforms.training import NO_KEY, Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, read_job_events

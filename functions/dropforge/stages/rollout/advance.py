@@ -15,7 +15,7 @@ from dropforge.context import Context
 from dropforge.endpoints import shared
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
 from dropforge.endpoints.shared import Adapter
-from dropforge.money import serving_price
+from dropforge.money.limits import serving_price
 from dropforge.platforms.named import Candidate, Counted, Fence, Reached, RevisionGone, Share
 from dropforge.platforms.serving import START_HINT, Deployment, Served, endpoint_key
 from dropforge.platforms.training import Waits, launch_of

@@ -18,8 +18,9 @@ from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.context import Context
-from dropforge.index import about
+from dropforge.money.limits import most_usd
 from dropforge.run.events import Request
+from dropforge.run.index import about
 from dropforge.run.origin import Origin, bucket_and_run, find_origin, keep_origin, read_other, read_other_record
 from dropforge.run.record import Attempt, Record, RunState, Transition
 from dropforge.spec import JobSpec, parse_spec
@@ -117,7 +118,7 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
         attempts=[Attempt(number=number, placement=0, region=region, **trained)],
         metrics=model.origin.manifest.metrics,
         resources=[],
-        about=about(spec),
+        about=about(spec, most_usd(spec)),
     )
     store.create(store.with_key(record))
     return store.record(run)

@@ -15,11 +15,11 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import LIVE, find_execution, start_execution, state_of
 from dropforge.context import Context
-from dropforge.deletion import delete_remaining, end_endpoint
-from dropforge.money import due_of_budget
+from dropforge.money.limits import due_of_budget
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import NO_KEY, launch_of
 from dropforge.run.record import END_TOLD, Record, RunState
+from dropforge.stages.deletion import delete_remaining, end_endpoint
 from dropforge.stages.ending import finish
 from dropforge.stages.submit import accept_again, note_execution, resume, source_of_object, submit_object
 from dropforge.tell.everybody import tell, tell_unstarted, warn
