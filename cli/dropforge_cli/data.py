@@ -23,8 +23,8 @@ from dropforge.rows.files import BadFile, Raw, text_of_file, text_rows
 from dropforge.rows.sources import TEXT, files_of, format_of, is_glob, is_read, rows_of
 from dropforge.rows.split import evaluation_dataset, shuffled
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
-from dropforge.spec.job import Model, Training
 from dropforge.spec.misnamed import FILE_SUFFIXES
+from dropforge.spec.sections import Model, Training
 from dropforge.stages.ceiling import with_defaults
 
 from .data_tokens import Tokens, tokens_of, trainer, why_no_model

@@ -18,7 +18,7 @@ from typing import Literal
 
 from dropforge.platforms.platform import Platform, Serving, Training
 from dropforge.platforms.training import Target
-from dropforge.spec.kinds import ServeSpec, TargetSpec
+from dropforge.spec.job_spec import ServeSpec, TargetSpec
 from dropforge.spec.parts import Placement
 
 

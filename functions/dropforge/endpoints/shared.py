@@ -18,7 +18,7 @@ from dropforge.run.artifacts import Manifest, attempt_directory, files_digest
 from dropforge.run.events import dumps
 from dropforge.run.record import Parity, Stored
 from dropforge.run.seal import SEAL
-from dropforge.spec.kinds import MOST_ADAPTERS, ServeSpec
+from dropforge.spec.job_spec import MOST_ADAPTERS, ServeSpec
 
 # What must be equal in two bases. The seal of each adapter covers the rest: other files name versions of libraries.
 BASE_FILES = (".safetensors", "config.json", "tokenizer.json", "chat_template.jinja")

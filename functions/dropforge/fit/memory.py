@@ -14,7 +14,7 @@ from dropforge.spec.machine import GIB
 from .shape import ModelShape
 
 if TYPE_CHECKING:
-    from dropforge.spec.job import Adapter, Training
+    from dropforge.spec.sections import Adapter, Training
 
 # TRL 1.16 computes the output layer in tiles of so many tokens and entries of the vocabulary
 # (trl/kernels/chunked_logprob.py). A kernel works in place on a GPU; PyTorch's operations on a CPU make copies.

@@ -151,7 +151,7 @@ def _with(spec: JobSpec, part: str, **changes: Any) -> JobSpec:
 
 
 def _qlora(fields: dict[str, Any]) -> Any:
-    from dropforge.spec.job import QloraAdapter
+    from dropforge.spec.sections import QloraAdapter
 
     return QloraAdapter.model_validate(fields)
 

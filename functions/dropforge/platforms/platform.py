@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.settings import Settings
-from dropforge.spec.kinds import ServeSpec, TargetSpec
+from dropforge.spec.job_spec import ServeSpec, TargetSpec
 
 if TYPE_CHECKING:
     from .named import NamedServer

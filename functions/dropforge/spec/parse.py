@@ -16,7 +16,7 @@ from dropforge.base.redact import TOKEN, cut
 
 from . import foreign, registry, syntax
 from .guess import likeliest, one_of, plain
-from .job import JobSpec
+from .job_spec import JobSpec
 from .metrics import meant_share
 from .parts import Part, Wrong, corrected, shown, words_of
 

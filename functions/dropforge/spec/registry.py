@@ -57,7 +57,7 @@ def _load(name: str, module: str) -> Platform:
     for part in platform.parts:
         if lacking := part.spec.missing_members():
             where = f"platform {name!r}: {part.spec.__module__}.{part.spec.__name__}"
-            raise DropforgeError(f"{where} lacks {', '.join(lacking)}; expected what spec/kinds.py requires of it")
+            raise DropforgeError(f"{where} lacks {', '.join(lacking)}; expected what spec/job_spec.py requires of it")
     return platform
 
 

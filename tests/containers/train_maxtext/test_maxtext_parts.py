@@ -45,7 +45,7 @@ from dropforge.fit.maxtext import FAMILIES as KNOWN_FAMILIES
 from dropforge.fit.maxtext import padded_length
 from dropforge.rows import Row
 from dropforge.spec import JobSpec
-from dropforge.spec.job import Evaluation
+from dropforge.spec.sections import Evaluation
 
 from .. import same_class
 from ..conftest import ROOT

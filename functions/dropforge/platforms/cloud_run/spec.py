@@ -12,7 +12,7 @@ from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.guess import one_of
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
+from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 

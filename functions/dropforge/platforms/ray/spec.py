@@ -12,7 +12,7 @@ from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators, one_sold
+from dropforge.spec.job_spec import Accelerators, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Wrong
 

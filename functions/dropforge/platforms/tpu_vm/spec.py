@@ -12,7 +12,7 @@ from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
 from dropforge.spec.guess import one_of
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
+from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 

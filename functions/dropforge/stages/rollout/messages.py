@@ -16,7 +16,7 @@ from dropforge.run.events import Request
 from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
 from dropforge.spec import JobSpec
-from dropforge.spec.kinds import ServeSpec
+from dropforge.spec.job_spec import ServeSpec
 from dropforge.spec.parts import not_an_endpoint
 from dropforge.spec.request import (
     BudgetRequest,

@@ -23,7 +23,7 @@ from dropforge.platforms.serving import Deployment
 from dropforge.run.artifacts import read_manifest
 from dropforge.run.record import Record, RunError
 from dropforge.spec import JobSpec, parts, seconds
-from dropforge.spec.kinds import ServeSpec
+from dropforge.spec.job_spec import ServeSpec
 
 START_WITHIN = timedelta(seconds=30)  # of a request; an execution that is lost before it is noted is started again
 UNFIT = (ErrorClass.GATE, ErrorClass.PARITY)
