@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.settings import Settings
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .named import NamedServer
     from .serving import Server
     from .training import Target
-
-P = TypeVar("P")
 
 
 class Permission(NamedTuple):
@@ -65,7 +63,8 @@ class Training:
         """The adapter, imported on use."""
         from .training import Target
 
-        return _load(self.adapter, Target)
+        target: Target = _load(self.adapter, Target)
+        return target
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,15 @@ class Serving:
         """The adapter, imported on use."""
         from .serving import Server
 
-        return _load(self.adapter, Server)
+        server: Server = _load(self.adapter, Server)
+        return server
 
     def load_named(self) -> NamedServer:
         """The adapter of named endpoints, imported on use."""
         from .named import NamedServer
 
-        return _load(self.named, NamedServer)
+        server: NamedServer = _load(self.named, NamedServer)
+        return server
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Platform:
         return (*((self.training,) if self.training else ()), *self.serving)
 
 
-def _load(adapter: str, protocol: type[P]) -> P:
+def _load(adapter: str, protocol: Any) -> Any:
     """An adapter by "module:class". Raises DropforgeError if its class lacks a member of the protocol."""
     module, _, name = adapter.partition(":")
     made = getattr(import_module(module), name)
@@ -120,8 +121,7 @@ def _load(adapter: str, protocol: type[P]) -> P:
     if lacking:
         where = f"{protocol.__module__}.{protocol.__name__}"
         raise DropforgeError(f"the adapter {adapter!r} lacks {', '.join(lacking)}; expected each member of {where}")
-    adapted: P = made()
-    return adapted
+    return made()
 
 
 def _abstract(cls: type) -> frozenset[str]:

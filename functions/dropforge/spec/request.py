@@ -188,7 +188,7 @@ def read_change(content: dict[str, Any]) -> Change:
     """The change of an endpoint that a message requests. Raises WrongRequest; `kind_of` is one of CHANGES."""
     kind = next(iter(content))
     try:
-        change: Change = _KINDS[kind].model_validate_json(json.dumps(content))  # type: ignore[assignment]
+        change: Change = _KINDS[kind].model_validate_json(json.dumps(content))
         return change
     except ValidationError as error:
         raise WrongRequest(_in_words(kind, content[kind], error), _HINTS.get(kind, "docs/endpoints.md")) from None
@@ -233,6 +233,6 @@ def _problem(kind: str, steps: list[Any], error: Any) -> SpecProblem:
 
 def _fields(kind: str) -> dict[str, str | None]:
     """The fields of what a message requests, by the names that a message has, with what each must be."""
-    parts = {"serve": Serving, "retire": ModelOfEndpoint, "extend": Expiry, "budget": NewBudget}
+    parts: dict[str, type[Part]] = {"serve": Serving, "retire": ModelOfEndpoint, "extend": Expiry, "budget": NewBudget}
     part = parts.get(kind)
     return {field.alias or name: field.description for name, field in part.model_fields.items()} if part else {}
