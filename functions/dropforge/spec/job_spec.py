@@ -18,9 +18,10 @@ from pydantic_core import CoreSchema
 
 from dropforge.base import names
 
-from . import registry
+from . import methods, registry
 from .guess import named, one_of
 from .machine import Machine
+from .methods import Trainer
 from .parts import (
     NAMED_KEYS,
     Budget,
@@ -105,12 +106,11 @@ class _Typed(Part):
 class TargetSpec(_Typed):
     """Where a run trains. Subclasses have their own `type` and the fields of their target.
 
-    `methods` are the values of training.method that the target takes. `placement_key` is the field of a placement that
+    `placement_key` is the field of a placement that
     says where: "region" or "zone". `trainer` is the software of the target's training container.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("sft",)
-    trainer: ClassVar[Literal["trl", "maxtext"]] = "trl"
+    trainer: ClassVar[Trainer] = "trl"
     placement_key: ClassVar[str] = "region"
     needed: ClassVar[tuple[str, ...]] = ("type", "placements")
 
@@ -161,10 +161,11 @@ class TargetSpec(_Typed):
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this target."""
         method = job.training.method
-        if method not in self.methods:
-            able = [cls.type_name() for cls in registry.classes("target") if method in cls.methods]
+        trainers = methods.method_of(method).trainers
+        if self.trainer not in trainers:
+            able = [cls.type_name() for cls in registry.classes("target") if cls.trainer in trainers]
             message = f"target {self.type} does not take this method"
-            expected = f"{' or '.join(map(repr, self.methods))}, or target {' or '.join(able)}"
+            expected = f"{methods.in_words(methods.trained_by(self.trainer))}, or target {' or '.join(able)}"
             raise Wrong("/training/method", message, method, expected)
 
     def demands(self) -> Iterator[Demand]:
@@ -448,14 +449,19 @@ class JobSpec(Part):
             raise Wrong(f"/labels/{taken}", "a label that only Google sets", taken, f"no {_GOOGLE_LABELS}…")
 
     def _check_dataset_fits_method(self) -> None:
-        synthetic = isinstance(self.dataset, SyntheticDataset)
-        if self.training.method == "pretrain" and not synthetic:
-            expected = '{"type": "synthetic"}, or training.method \'sft\''
-            raise Wrong("/dataset", "pre-training takes synthetic data", self.dataset.source, expected)
-        if synthetic and self.training.method != "pretrain":
-            raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", "training.method 'pretrain'")
+        synthetic, method = isinstance(self.dataset, SyntheticDataset), methods.method_of(self.training.method)
+        if method.data == "synthetic" and not synthetic:
+            expected = f'{{"type": "synthetic"}}, or training.method {methods.in_words(methods.taking("rows"))}'
+            raise Wrong("/dataset", f"{method.title} takes synthetic data", self.dataset.source, expected)
+        if synthetic and method.data != "synthetic":
+            expected = f"training.method {methods.in_words(methods.taking('synthetic'))}"
+            raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", expected)
         if synthetic and self.evaluation is not None:
             raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
+        gate = self.evaluation.gate if self.evaluation else None
+        if gate is not None and gate.metric not in method.metrics:
+            expected = f"one of {', '.join(method.metrics)}"
+            raise Wrong("/evaluation/gate/metric", f"{method.title} does not measure this", gate.metric, expected)
         if isinstance(self.dataset, Dataset) and self.evaluation is not None:
             self._check_evaluation_has_other_rows(self.dataset, self.evaluation)
 

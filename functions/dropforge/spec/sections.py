@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from .chat_template import problem_of
+from .methods import OneOfMethods
 from .metrics import METRICS, MetricName
 from .parts import (
     Duration,
@@ -271,7 +272,7 @@ class Training(Part):
     sft starts with the model's weights. pretrain starts with random weights; the model gives shapes and tokenizer.
     """
 
-    method: Literal["sft", "pretrain"] = Field(
+    method: Annotated[str, OneOfMethods()] = Field(
         default="sft",
         description="sft: supervised fine-tuning of the model. pretrain: random weights learn synthetic data.",
     )

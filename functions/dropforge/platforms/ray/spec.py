@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 class RayTarget(ClusterTarget):
     """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
 
-    methods = ("sft", "pretrain")
     trainer = "maxtext"
     cluster_addons = {"addonsConfig": {"rayOperatorConfig": {"enabled": True}}}
 

@@ -58,7 +58,6 @@ class TpuVmPlacement(Part):
 class TpuVmTarget(TargetSpec):
     """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
 
-    methods = ("sft", "pretrain")
     trainer = "maxtext"
     placement_key = "zone"
 
