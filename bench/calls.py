@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from dropforge.control_plane import Usage
+from dropforge.money.control_plane import Usage
 from dropforge_local.base.recording import FILE, INVOCATION, TRAINER
 from dropforge_local.stack.deployment import PROJECT
 

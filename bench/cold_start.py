@@ -25,6 +25,7 @@ from typing import Any
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
+from dropforge.base.changes import evolve
 from dropforge.run.artifacts import Manifest, Source, model_uri, upload_directory, write_manifest
 from dropforge_local import tiny
 from dropforge_local.base.clock import SystemClock
@@ -78,7 +79,7 @@ def _storage(directory: Path) -> StorageEmulator:
 def commit(client: Any, bucket: str, run: str, model: Path, key: str = "") -> None:
     """Commit a model as if an attempt of the run had exported it. `key` is that of the run; "" if it has none."""
     files = upload_directory(client, model, f"{model_uri(bucket, run)}/attempt-1/model")
-    below = [file.model_copy(update={"path": f"attempt-1/model/{file.path}"}) for file in files]
+    below = [evolve(file, path=f"attempt-1/model/{file.path}") for file in files]
     source = Source(uri=str(model), revision="1")
     manifest = Manifest(
         run=run,

@@ -22,9 +22,10 @@ from datetime import UTC, datetime, timedelta
 
 from rich.console import Console
 
+from dropforge.base.changes import evolve
 from dropforge.base.clock import Clock
 from dropforge.endpoints.store import EndpointStore
-from dropforge.index import read_index
+from dropforge.run.index import read_index
 from dropforge.run.record import About, Attempt, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge_cli.display import fitting
@@ -137,7 +138,7 @@ def rows(reader: Reader) -> None:
 
 def change() -> None:
     store = RunStore(client(), BUCKET)
-    store.update(run_of(0), lambda found: found.model_copy(update={"name": found.name}))
+    store.update(run_of(0), lambda found: evolve(found, name=found.name))
 
 
 def report(what: str, look: Callable[[], object], before: Callable[[], None] = lambda: None) -> None:

@@ -16,12 +16,13 @@ import flask
 import functions_framework
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
-from dropforge.base.names import is_endpoint_name, is_run_id, is_spec_object
+from dropforge.base.names import is_spec_object
 from dropforge.base.redact import cut
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.proof import PROOF
-from dropforge.run.record import Outcome
+from dropforge.spec.request import CHANGES, kind_of
+from dropforge.stages import calls
 from dropforge.stages.access import access as give_access
 from dropforge.stages.answers import Answer
 from dropforge.stages.ask import ask as lend
@@ -32,15 +33,14 @@ from dropforge.stages.deploy import deploy as deploy_run
 from dropforge.stages.preflight import preflight as preflight_spec
 from dropforge.stages.provision import provision as provision_run
 from dropforge.stages.rollout.advance import advance as advance_rollout
-from dropforge.stages.rollout.messages import change_endpoint, is_change
+from dropforge.stages.rollout.messages import change_endpoint
 from dropforge.stages.submit import ignore_object, json_of, submit_message, submit_object, submit_uri
 from dropforge.stages.sweep.sweep import sweep as sweep_all
-from dropforge.stages.teardown import Scope
 from dropforge.stages.teardown import teardown as teardown_run
 
 T = TypeVar("T")
+C = TypeVar("C", bound=calls.Call)
 MAX_REQUEST_BYTES = 1 << 20  # the workflow's requests have a few KB
-MOST_ATTEMPTS = 1000
 
 # Made on the first call of the process, and kept. A simulation gives its copy of this module another function.
 context: Callable[[], Context] = cache(process_context)
@@ -68,8 +68,7 @@ def on_spec_deleted(event: Any) -> None:
 
 @functions_framework.cloud_event
 def on_spec_message(event: Any) -> None:
-    """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...}, {"cancel": run}, or a
-    change of a named endpoint (stages/rollout/messages.py)."""
+    """Pub/Sub message on a requests topic or the operations topic: a spec, or another request (spec/request.py)."""
     settings = context().settings
     message = _read(
         lambda data: request_message(data, event["source"], settings.console_topic, settings.operations_topic),
@@ -80,13 +79,12 @@ def on_spec_message(event: Any) -> None:
         return
     data, request = message
     content = json_of(data)
-    if not isinstance(content, dict):
-        submit_message(context(), data, request)
-    elif set(content) == {"cancel"}:
+    kind = kind_of(content)
+    if kind == "cancel":
         cancel_requested(context(), content["cancel"], request)
-    elif set(content) == {"spec_uri"}:
+    elif kind == "spec_uri":
         submit_uri(context(), str(content["spec_uri"]), request)
-    elif is_change(content):
+    elif kind in CHANGES:
         change_endpoint(context(), content, request)
     else:
         submit_message(context(), data, request)
@@ -103,13 +101,7 @@ def on_job_event(event: Any) -> None:
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution, attempt, callback_url} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(
-        request,
-        "provision",
-        lambda body: partial(
-            provision_run, **_caller(body), attempt=_attempt(body), callback_url=str(body["callback_url"])
-        ),
-    )
+    return _stage(request, "provision", calls.OfAttempt, lambda call: partial(provision_run, **call.arguments))
 
 
 @functions_framework.http
@@ -118,66 +110,51 @@ def access(request: flask.Request) -> flask.typing.ResponseReturnValue:
     return _stage(
         request,
         "access",
-        lambda body: partial(give_access, run=_run(body), claimed=str(body["proof"]), account=_account(request)),
+        calls.Access,
+        lambda call: partial(give_access, run=call.run, claimed=call.proof, account=_account(request)),
     )
 
 
 @functions_framework.http
 def inspect(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution, attempt, callback_url} → WAITING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(
-        request,
-        "await",
-        lambda body: partial(
-            inspect_run, **_caller(body), attempt=_attempt(body), callback_url=str(body["callback_url"])
-        ),
-    )
+    return _stage(request, "await", calls.OfAttempt, lambda call: partial(inspect_run, **call.arguments))
 
 
 @functions_framework.http
 def deploy(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution} → READY | PENDING | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "deploy", lambda body: partial(deploy_run, **_caller(body)))
+    return _stage(request, "deploy", calls.OfRun, lambda call: partial(deploy_run, **call.arguments))
 
 
 @functions_framework.http
 def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution, scope, keep_endpoint, outcome?} → GONE | ENDED | PENDING | SUPERSEDED"""
-    return _stage(
-        request,
-        "teardown",
-        lambda body: partial(
-            teardown_run,
-            **_caller(body),
-            scope=_scope(body),
-            keep_endpoint=_one_of((False, True), body, "keep_endpoint"),
-            outcome=_outcome(body.get("outcome")),
-        ),
-    )
+    return _stage(request, "teardown", calls.Teardown, lambda call: partial(teardown_run, **call.arguments))
 
 
 @functions_framework.http
 def rollout(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{endpoint, rollout, execution} → PROMOTED | ROLLED_BACK | SUSPENDED | RETIRED | PENDING | SUPERSEDED"""
-    return _stage(request, "rollout", lambda body: partial(advance_rollout, **_rollout(body)))
+    return _stage(request, "rollout", calls.Rollout, lambda call: partial(advance_rollout, **call.arguments))
 
 
 @functions_framework.http
 def ask(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{of}, called by the console → LENT"""
-    return _stage(request, "ask", lambda body: partial(lend, of=_asked(body)))
+    return _stage(request, "ask", calls.Ask, lambda call: partial(lend, of=call.of))
 
 
 @functions_framework.http
 def preflight(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{spec}, called by the console; `spec` is the text of a spec → CHECKED"""
-    return _stage(request, "preflight", lambda body: partial(preflight_spec, text=_text(body)))
+    return _stage(request, "preflight", calls.Preflight, lambda call: partial(preflight_spec, text=call.spec))
 
 
 @functions_framework.http
 def sweep(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """Called by Cloud Scheduler → SWEPT"""
-    return _stage(request, "sweep", lambda _: sweep_all)
+    return _stage(request, "sweep", calls.Sweep, lambda _: sweep_all)
 
 
 def _read(read: Callable[[Any], T], event: Any, stage: str) -> T | None:
@@ -190,25 +167,21 @@ def _read(read: Callable[[Any], T], event: Any, stage: str) -> T | None:
 
 
 def _stage(
-    request: flask.Request, stage: str, read: Callable[[dict[str, Any]], Callable[[Context], Answer]]
+    request: flask.Request, stage: str, body: type[C], work_of: Callable[[C], Callable[[Context], Answer]]
 ) -> flask.typing.ResponseReturnValue:
     """Run a stage and answer JSON: 400 for a malformed request, 404 for an unknown run, 503 for a temporary failure.
 
     The workflow retries 503 and 500 and gives up on 400, so only a malformed request may be answered with 400.
     """
-    if len(request.get_data()) > MAX_REQUEST_BYTES:
+    data = request.get_data()
+    if len(data) > MAX_REQUEST_BYTES:
         return {"error": f"the body of {stage} is larger than {MAX_REQUEST_BYTES} bytes"}, 400
     try:
-        body = request.get_json(silent=True)
-    except RecursionError:  # the JSON is nested more deeply than Python's parser allows
-        body = None
-    if not isinstance(body, dict):
-        return {"error": f"expected a JSON object as the body of {stage}"}, 400
-    try:
-        work = read(body)
-    except (KeyError, TypeError, ValueError) as error:
-        context().log("malformed request", stage=stage, severity="ERROR", problem=repr(error))
-        return {"error": f"malformed request to {stage}: {error!r}"}, 400
+        call = calls.read_call(body, data)
+        work = work_of(call)
+    except ValueError as error:
+        context().log("malformed request", stage=stage, severity="ERROR", problem=str(error))
+        return {"error": f"malformed request to {stage}: {error}"}, 400
     try:
         return work(context()).to_json()
     except NotFound as error:
@@ -216,40 +189,8 @@ def _stage(
     except (CloudError, Conflict, Malformed) as error:
         is_transient = isinstance(error, CloudError) and error.error_class is ErrorClass.TRANSIENT
         is_temporary = isinstance(error, Conflict) or is_transient
-        context().log(str(error), stage=stage, run=str(body.get("run", "")), severity="WARNING")
+        context().log(str(error), stage=stage, run=str(getattr(call, "run", "")), severity="WARNING")
         return {"error": str(error)}, 503 if is_temporary else 500
-
-
-def _caller(body: dict[str, Any]) -> dict[str, Any]:
-    """The run, and the execution that calls, as arguments of a stage. Raises KeyError or ValueError."""
-    run, execution = _run(body), body["execution"]
-    if not isinstance(execution, str) or not execution:
-        raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
-    return {"run": run, "execution": execution}
-
-
-def _run(body: dict[str, Any]) -> str:
-    """The id of a run. Raises KeyError or ValueError."""
-    run = body["run"]
-    if not isinstance(run, str) or not is_run_id(run):
-        raise ValueError(f"run is {cut(repr(run), 80)}; expected a run id")
-    return run
-
-
-def _asked(body: dict[str, Any]) -> str:
-    """A run, or a named endpoint. Raises KeyError or ValueError."""
-    of = body["of"]
-    if not isinstance(of, str) or not (is_run_id(of) or is_endpoint_name(of)):
-        raise ValueError(f"of is {cut(repr(of), 80)}; expected a run id, or the name of an endpoint")
-    return of
-
-
-def _text(body: dict[str, Any]) -> str:
-    """The text of a spec. Raises KeyError or ValueError."""
-    text = body["spec"]
-    if not isinstance(text, str):
-        raise ValueError(f"spec is {cut(repr(text), 80)}; expected the text of a spec, as a string")
-    return text
 
 
 def _account(request: flask.Request) -> str:
@@ -271,49 +212,3 @@ def _account(request: flask.Request) -> str:
     if not isinstance(claims, dict):
         raise ValueError("the claims of the identity token are no JSON object")
     return str(claims.get("email", ""))
-
-
-def _rollout(body: dict[str, Any]) -> dict[str, Any]:
-    """The endpoint, the rollout, and the execution that calls, as arguments of a stage.
-
-    Raises KeyError or ValueError.
-    """
-    endpoint, rollout, execution = body["endpoint"], body["rollout"], body["execution"]
-    if not isinstance(endpoint, str) or not is_endpoint_name(endpoint):
-        raise ValueError(f"endpoint is {endpoint!r}; expected the name of an endpoint")
-    if not isinstance(rollout, str) or not is_run_id(rollout):
-        raise ValueError(f"rollout is {rollout!r}; expected the id of a rollout")
-    if not isinstance(execution, str) or not execution:
-        raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
-    return {"endpoint": endpoint, "rollout": rollout, "execution": execution}
-
-
-def _attempt(body: dict[str, Any]) -> int:
-    """The number of an attempt. Raises KeyError or ValueError, also for the Infinity that Python reads in JSON."""
-    attempt = body["attempt"]
-    if type(attempt) is not int or not 0 <= attempt <= MOST_ATTEMPTS:
-        raise ValueError(f"attempt is {cut(repr(attempt), 80)}; expected a whole number from 0 to {MOST_ATTEMPTS}")
-    return attempt
-
-
-def _scope(body: dict[str, Any]) -> Scope:
-    """What a teardown deletes: the number of an attempt, or "run". Raises KeyError or ValueError."""
-    scope = body["scope"]
-    if scope == "run":
-        return "run"
-    if type(scope) is not int:
-        raise ValueError(f"scope is {cut(repr(scope), 80)}; expected run, or the number of an attempt")
-    return _attempt({"attempt": scope})
-
-
-def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:
-    """The field `name`, which must be one of the expected values and of the same type. Raises ValueError."""
-    given = body[name]
-    for value in expected:
-        if type(given) is type(value) and given == value:
-            return value
-    raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, expected))}")
-
-
-def _outcome(value: Any) -> Outcome | None:
-    return None if value is None else Outcome.model_validate(value)

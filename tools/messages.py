@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.endpoints.budget import Budget
 from dropforge.endpoints.record import Canary, EndpointRecord, Revision, Rollout, RolloutState
-from dropforge.money import due, due_of_budget
+from dropforge.money.limits import due, due_of_budget
 from dropforge.run.events import Request, RunEvent, run_event_message
 from dropforge.run.record import About, Attempt, Endpoint, Notice, Parity, Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec
@@ -153,8 +154,8 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
     accepted, waiting, training, served = (record_of(path) for path in (_PATH[:1], _PATH[:2], _PATH, _SERVED))
     late = NOW + timedelta(minutes=100)
     yield from ((training, notice, late) for notice in due(training, SPEC, late))
-    dear = SPEC.limits.model_copy(update={"max_cost_usd": 2.0})
-    budget = SPEC.model_copy(update={"limits": dear})
+    dear = evolve(SPEC.limits, max_cost_usd=2.0)
+    budget = evolve(SPEC, limits=dear)
     for record, hours in ((training, 1.5), (served, 1.5)):
         now = NOW + timedelta(hours=hours)
         yield from ((record, notice, now) for notice in due_of_budget(record, budget, now))
@@ -162,7 +163,7 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
     yield accepted, notices.queued("max_runs", 3, "it starts when enough earlier runs have ended"), soon
     yield accepted, notices.joined("gs://my-project-dropforge-specs/specs/my-job.json#2", RUN), soon
     reason = "The zone us-central1-a does not have enough resources available to fulfill the request"
-    yield waiting, notices.waits(waiting.attempts[0].model_copy(update={"wait_reason": reason})), soon
+    yield waiting, notices.waits(evolve(waiting.attempts[0], wait_reason=reason)), soon
     silent = "attempt 1 is stuck: no progress since step 40, for 30 min. The cloud reports that it runs"
     yield training, notices.stuck(1, silent, "Another attempt resumes from the last checkpoint"), late
     for notice in (
@@ -175,7 +176,7 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
         if notice is not None:
             yield training, notice, late
     end = ENDPOINT.expires
-    gone = served.model_copy(update={"endpoint": ENDPOINT.model_copy(update={"ended": end})})
+    gone = evolve(served, endpoint=evolve(ENDPOINT, ended=end))
     yield served, notices.endpoint_lost(served, ENDPOINT, late), late
     yield gone, notices.endpoint_ended(gone, ENDPOINT, "its ttl of 24h is over", end), end
 
@@ -183,11 +184,11 @@ def of_runs() -> Iterator[tuple[Record, Notice, datetime]]:
 def of_endpoints() -> Iterator[tuple[Record, Notice, datetime]]:
     """The notices about named endpoints, each with the record of the run whose model it is about, and its time."""
     now, served = NOW + timedelta(hours=2), record_of(_SERVED)
-    served = served.model_copy(update={"endpoint": None})
+    served = evolve(served, endpoint=None)
     revision = Revision(
         number=2, run=RUN, digest="d", who="w", requested=NOW, usd_per_hour=0.71, paid_since=NOW, spent_usd=0.0
     )
-    former = revision.model_copy(update={"number": 1, "paid_since": None, "spent_usd": 3.2})
+    former = evolve(revision, number=1, paid_since=None, spent_usd=3.2)
     budget = Budget(usd=5, per="day", by="", asked=NOW, began=NOW, before_usd=0)
     record = EndpointRecord(
         name="prod", source="", type="cloud_run", region="us-central1", service="df-ep-prod", created=NOW, stable=1,
@@ -208,7 +209,7 @@ def of_endpoints() -> Iterator[tuple[Record, Notice, datetime]]:
              "error": failed, "canary": canary, "model": "sql"}
         )  # fmt: skip
         is_over = state in (RolloutState.SUSPENDED, RolloutState.RETIRED)
-        shown = record.model_copy(update={"revisions": [former, revision.unpaid(now)]}) if is_over else record
+        shown = evolve(record, revisions=[former, revision.unpaid(now)]) if is_over else record
         yield served, notice_of(shown, rollout, now), now
 
 

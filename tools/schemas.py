@@ -10,6 +10,7 @@ from typing import Any
 from dropforge.run.events import job_event_schema, run_event_schema
 from dropforge.spec import job_spec_schema
 from dropforge.spec.policy import policy_schema
+from dropforge.spec.request import request_schema
 
 ROOT = Path(__file__).resolve().parent.parent / "schemas"
 
@@ -20,6 +21,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "job_spec.schema.json": job_spec_schema(),
         "job_event.schema.json": job_event_schema(),
         "run_event.schema.json": run_event_schema(),
+        "request.schema.json": request_schema(),
         "policy.schema.json": policy_schema(),
     }
 

@@ -9,7 +9,7 @@ from datetime import datetime
 import click
 
 from dropforge.base.clock import utc_now
-from dropforge.bill import BY, LABEL, Group, grouped, named_costs
+from dropforge.money.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.run.record import RunState
 
 from .deployment import connect

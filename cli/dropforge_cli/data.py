@@ -14,17 +14,18 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from dropforge.base.changes import evolve
 from dropforge.base.figures import duration, usd
 from dropforge.fit.batch import batch_of
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.rows.check import CHARACTERS_PER_TOKEN, Finding, Report, check
 from dropforge.rows.files import BadFile, Raw, json_row, text_of_file, text_rows
 from dropforge.rows.sources import ARROW, TEXT, files_of, format_of, is_glob, is_read, rows_of
 from dropforge.rows.split import evaluation_dataset, shuffled
 from dropforge.rows.tables import table_lines, unpacked
 from dropforge.spec import MAX_SPEC_BYTES, Dataset, Evaluation, JobSpec, parse_spec
-from dropforge.spec.job import Model, Training
 from dropforge.spec.misnamed import FILE_SUFFIXES
+from dropforge.spec.sections import Model, Training
 from dropforge.stages.ceiling import with_defaults
 
 from .data_tokens import Tokens, tokens_of, trainer, why_no_model
@@ -113,13 +114,13 @@ def _wanted(sources: tuple[str, ...], directory: str | None, state: str | None) 
     spec = _spec(Path(source), state) if len(sources) == 1 else None
     if spec is None:
         # Also local paths, which no spec may name.
-        dataset = Dataset(source="owner/name").model_copy(update={"source": [*sources] if sources[1:] else source})
-        model = Model(source="owner/name").model_copy(update={"source": directory}) if directory else None
+        dataset = evolve(Dataset(source="owner/name"), source=[*sources] if sources[1:] else source)
+        model = evolve(Model(source="owner/name"), source=directory) if directory else None
         return Wanted(dataset, Evaluation(), Training(), model)
     if not isinstance(spec.dataset, Dataset):
         raise CliError(f"{source} trains on random tokens; there are no rows to check", "name a spec with a data set")
     place = directory or (spec.model.source if Path(spec.model.source).is_dir() else None)
-    model = spec.model.model_copy(update={"source": place}) if place else None
+    model = evolve(spec.model, source=place) if place else None
     return Wanted(spec.dataset, spec.evaluation, spec.training, model, spec)
 
 
@@ -226,7 +227,7 @@ def _tokens(
     if report.is_refused:
         return None, "the training would refuse the rows"
     rows, most, seed = report.scan.rows, min(wanted.dataset.limit or MODEL_ROWS, MODEL_ROWS), wanted.training.seed
-    limited = wanted.dataset.model_copy(update={"limit": most})
+    limited = evolve(wanted.dataset, limit=most)
     with working("making token ids"):
         raw = _Chosen(open_rows(wanted.dataset), rows, frozenset(shuffled(rows, seed)[:most]))
         judged = ([*open_rows(other)], other) if other else None

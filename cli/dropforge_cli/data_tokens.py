@@ -15,7 +15,7 @@ from dropforge.base.errors import DropforgeError
 from dropforge.rows.check import Finding
 from dropforge.rows.files import Raw
 from dropforge.spec import Dataset, Evaluation
-from dropforge.spec.job import Model, Training
+from dropforge.spec.sections import Model, Training
 
 if TYPE_CHECKING:
     from containers.common.chat import Encoded

@@ -30,8 +30,8 @@ from dropforge.spec.parts import DURATION, Canary
 from dropforge.stages.rollout.elsewhere import PAGE as ELSEWHERE
 from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_elsewhere
 from dropforge.stages.rollout.requests import Refused, money_problem
+from dropforge.stages.rollout.traffic import Traffic, traffic
 from dropforge.stages.rollout.trial import check_change
-from dropforge.traffic import Traffic, traffic
 
 from .deployment import Deployment, connect
 from .display import Column, fitting, stderr, stdout, working

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from dropforge.base.figures import duration, usd
 from dropforge.cloud.resource import Resource
-from dropforge.control_plane import AS_OF, RUN
 from dropforge.fit.phases import Row
-from dropforge.money import MIN_ENDPOINT_SECONDS, paid_seconds
-from dropforge.plan import EndpointPlan, Plan, make_plan
+from dropforge.money.control_plane import AS_OF, RUN
+from dropforge.money.limits import MIN_ENDPOINT_SECONDS, paid_seconds
+from dropforge.money.plan import EndpointPlan, Plan, make_plan
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.machine import GIB
 

@@ -13,7 +13,7 @@ from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound
 from dropforge.base.figures import number, usd
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.plan import price_warnings
+from dropforge.money.plan import price_warnings
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.run.artifacts import read_artifact, read_manifest

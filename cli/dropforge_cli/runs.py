@@ -19,8 +19,8 @@ from dropforge.base.errors import Malformed, NotFound
 from dropforge.base.figures import age, duration
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.endpoints.record import EndpointRecord
-from dropforge.index import READERS, read_index
 from dropforge.run.events import REQUESTED_WITH
+from dropforge.run.index import READERS, read_index
 from dropforge.run.record import Ledger, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.run.summary import Summary

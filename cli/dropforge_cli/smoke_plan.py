@@ -12,7 +12,7 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.figures import usd
 from dropforge.base.settings import Settings
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms import platform_of, targets
 from dropforge.spec import JobSpec, parse_spec, registry
 

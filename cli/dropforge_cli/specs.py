@@ -15,7 +15,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.cloud.objects import write_once
 from dropforge.fit.configuration import NoConfiguration, find_shape, read_shape
 from dropforge.fit.shape import ModelShape
-from dropforge.money import short_endpoint
+from dropforge.money.limits import short_endpoint
 from dropforge.rows.check import Report
 from dropforge.rows.sample import problems_of, samples_of
 from dropforge.spec import JobSpec, parse_spec

@@ -15,7 +15,7 @@ from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.objects import write_once
 from dropforge.context import Context
-from dropforge.plan import Plan, make_plan
+from dropforge.money.plan import Plan, make_plan
 from dropforge.run.events import REQUESTED_BY, REQUESTED_WITH
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.policy import policy_of

@@ -16,7 +16,7 @@ from dropforge.base.errors import DropforgeError
 from dropforge.endpoints.record import EndpointRecord, Revision
 from dropforge.run.record import Endpoint
 from dropforge.spec import JobSpec
-from dropforge.spec.job import Columns, Dataset
+from dropforge.spec.sections import Columns, Dataset
 
 PAGE = "docs/calling.md"
 MESSAGE = "message"  # the only field of a prompt without a template

@@ -18,18 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from dropforge import traffic
 from dropforge.base import names
 from dropforge.base.errors import DropforgeError, SpecProblem, first_problem
 from dropforge.base.figures import age, duration, usd
-from dropforge.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord
+from dropforge.money.bill import BY, LABEL, Group, grouped, named_costs
 from dropforge.run.record import LedgerEntry, RunState
 from dropforge.run.standstill import unusual
 from dropforge.run.summary import Summary
 from dropforge.spec import job_spec_schema
 from dropforge.spec.machine import GIB
+from dropforge.stages.rollout import traffic
 from dropforge.stages.sweep.audit import MEANING, audit
 
 from . import actions, cloud_logs, compare, examples, health, models, monitoring, places, preflight, views

@@ -14,9 +14,9 @@ from dropforge.base import names
 from dropforge.base.errors import Malformed, NotFound
 from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
-from dropforge.index import READERS, read_summary, uncollected
 from dropforge.run.artifacts import Source, read_artifact, read_manifest
 from dropforge.run.events import Started, read_job_events
+from dropforge.run.index import READERS, read_summary, uncollected
 from dropforge.run.record import Record
 from dropforge.run.series import Kept, Progress, SeriesReader
 from dropforge.run.spans import Span, spans_of, steps_of

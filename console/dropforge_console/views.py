@@ -19,7 +19,7 @@ from dropforge.run.spans import in_order
 from dropforge.run.standstill import Standstill
 from dropforge.run.summary import Served, Summary
 from dropforge.spec import JobSpec
-from dropforge.traffic import Traffic
+from dropforge.stages.rollout.traffic import Traffic
 
 from . import snippets
 from .charts import UNITS, Chart, Curve, Point, chart, smoothed

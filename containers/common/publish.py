@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict
 from dropforge.base.log import log
 from dropforge.base.redact import cut
@@ -128,7 +129,7 @@ def publish(
         serve_path=f"{prefix}/{MODEL if (directory / MODEL).is_dir() else BASE}",
         adapter_path=f"{prefix}/adapter" if (directory / "adapter").is_dir() else None,
         metrics=metrics,
-        files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
+        files=[evolve(file, path=f"{prefix}/{file.path}") for file in files],
         versions={name: version(name) for name in packages},
         unused_fields=[cut(name, MAX_FIELD) for name in provenance.unused_fields[:MAX_FIELDS]],
         template_date=provenance.template_date,

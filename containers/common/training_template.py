@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import date
 from typing import Any
 
-from dropforge.spec.job import Model
+from dropforge.spec.sections import Model
 
 from . import template_date
 from .chat import EXCHANGE, first_special, load_tokenizer, render

@@ -30,6 +30,7 @@ from containers.common.stop import UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stoppe
 from dropforge.base.log import log
 from dropforge.run.artifacts import Manifest
 from dropforge.spec import JobSpec
+from dropforge.spec.methods import method_of
 
 from .maxtext_settings import on_tpu
 from .methods import load_method
@@ -109,7 +110,7 @@ def run_stages(spec: JobSpec, runner: Runner, watch: Watch, seconds_left: Callab
     try:
         runner.run("prepare")
         # A checkpoint has all weights.
-        if not watch.saved_step and load_method(spec.training.method).STARTS_FROM_BASE:
+        if not watch.saved_step and method_of(spec.training.method).starts_from_base:
             runner.run("import")
         train(runner, watch, seconds_left)
         for stage in AFTER_TRAIN:

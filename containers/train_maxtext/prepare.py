@@ -15,6 +15,7 @@ from containers.common.training_template import training_tokenizer
 from dropforge.cloud.clients import Clients
 from dropforge.fit.maxtext import BATCH_SIZE
 from dropforge.spec import JobSpec
+from dropforge.spec.methods import method_of
 
 from .family import family_of
 from .maxtext_settings import on_tpu
@@ -30,7 +31,7 @@ def run(work: Work) -> Result:
     spec, tpu, client = work.spec, on_tpu(), Clients().storage()
     method = load_method(spec.training.method)
     fit.check(spec, client, work.directory, spec.target.driver_machine)
-    base, base_source = fetch_model(spec, client, work.base, weights=method.STARTS_FROM_BASE)
+    base, base_source = fetch_model(spec, client, work.base, weights=method_of(spec.training.method).starts_from_base)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
     tokenizer, shown = training_tokenizer(base, spec.model, lambda: Job.from_environment().day(client))

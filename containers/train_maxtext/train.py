@@ -19,11 +19,11 @@ from typing import Any
 from containers.common.evaluation import steps_between
 from containers.common.watchdog import Watchdog
 from dropforge.spec import JobSpec
+from dropforge.spec.methods import method_of
 
 from .batches import Data
 from .imports import quick_imports
 from .maxtext_settings import common
-from .methods import load_method
 from .prepare import step_size, total_steps
 from .stages import stage_main
 from .work import Result, Work
@@ -124,7 +124,7 @@ def parse_flags() -> None:
 
 def initial_weights(spec: JobSpec, work: Work) -> str:
     """The imported weights to start with; "" where a checkpoint has all weights, or the seed makes them."""
-    if work.checkpoints.exists() or not load_method(spec.training.method).STARTS_FROM_BASE:
+    if work.checkpoints.exists() or not method_of(spec.training.method).starts_from_base:
         return ""
     return str(work.done("import")["parameters"])
 

@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dropforge.base import names
-from dropforge.index import about
+from dropforge.money.limits import most_usd
 from dropforge.run.events import JobEvent
+from dropforge.run.index import about
 from dropforge.run.record import Attempt, Endpoint, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.series import Progress, Series, series_object
 from dropforge.run.store import RunStore
@@ -134,7 +135,8 @@ class Deployed:
         """Put a run's spec into the bucket: that of EXAMPLE with changes. Its record tells what lists show of it."""
         spec = json.dumps({**json.loads(EXAMPLE.read_text()), **changes}).encode()
         self.store.put_new(names.spec_object(run), spec)
-        shown = about(parse_spec(spec))
+        parsed = parse_spec(spec)
+        shown = about(parsed, most_usd(parsed))
         self.store.update(run, lambda record: record.model_copy(update={"about": shown}))
 
     def event(self, event: JobEvent) -> None:

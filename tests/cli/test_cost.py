@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from dropforge.base.clock import Clock
-from dropforge.bill import Sum
 from dropforge.endpoints.record import EndpointRecord, Revision
 from dropforge.endpoints.shared import Adapter
 from dropforge.endpoints.store import EndpointStore
-from dropforge.money import most_usd
-from dropforge.plan import make_plan
+from dropforge.money.bill import Sum
+from dropforge.money.limits import most_usd
+from dropforge.money.plan import make_plan
 from dropforge.run.record import RunState
 from dropforge.spec import parse_spec
 from dropforge_cli.deployment import placeholders

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from containers.common.report import ProgressMeter
-from dropforge.control_plane import RUN, progress_points
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
-from dropforge.plan import Plan, make_plan
+from dropforge.money.control_plane import RUN, progress_points
+from dropforge.money.plan import Plan, make_plan
 from dropforge.platforms.cloud_run import catalog
 from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dropforge.base.clock import utc_now
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.run.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
 from dropforge.run.record import RunState
 from dropforge_cli import smoke, smoke_checks, smoke_plan

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dropforge import traffic
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.endpoints.record import Canary, EndpointRecord, Revision, Rollout, RolloutState
 from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.named import Counted
 from dropforge.run.record import RunState
-from dropforge.traffic import Traffic
+from dropforge.stages.rollout import traffic
+from dropforge.stages.rollout.traffic import Traffic
 from dropforge_console import views
 
 from ..deployments import context_with

@@ -86,7 +86,7 @@ def console(key_server: KeyServer, signer: Signer) -> Iterator[Console]:
         return SimpleNamespace(result=lambda _: "1")
 
     context = context_with(SETTINGS, storage=storage, publisher=SimpleNamespace(publish=publish))
-    runs = (record((RunState.TRAINING, 1), run=OWN), record((RunState.TRAINING, 1), run=OF_TOPIC, source="topic t x"))
+    runs = (record((RunState.TRAINING, 1), run=OWN), record((RunState.TRAINING, 1), run=OF_TOPIC, topic="t"))
     for run in runs:
         put(storage, names.record_object(run.run), run.model_dump_json())
     put(storage, names.endpoint_object("e"), promoted(promoted(endpoint(), "a", 1, T0), "b", 2, T0).model_dump_json())

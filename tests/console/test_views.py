@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dropforge.base.errors import ErrorClass
-from dropforge.index import about
 from dropforge.run.events import Started
+from dropforge.run.index import about
 from dropforge.run.record import Attempt, Queued, Record, RunError, RunState, Transition
 from dropforge.run.series import Progress
 from dropforge.run.summary import Summary
@@ -130,7 +130,7 @@ def test_a_training_without_a_loss_yet_has_no_curve(by: str, log: bool) -> None:
 
 def test_an_unknown_price_is_unknown_and_not_zero() -> None:
     run = record((RunState.TRAINING, 2), attempts=[attempt(running=at(1))])
-    assert views.row(Summary.of(run.model_copy(update={"about": about(SPEC)})), NOW).cost == "unknown"
+    assert views.row(Summary.of(run.model_copy(update={"about": about(SPEC, None)})), NOW).cost == "unknown"
     assert views.row(Summary.of(run), NOW).target == views.UNKNOWN
 
 
@@ -155,7 +155,9 @@ def test_a_failed_attempt_says_why() -> None:
 )
 def test_a_search_looks_at_name_model_and_labels(wanted: views.Wanted, is_shown: bool) -> None:
     run = record((RunState.TRAINING, 1), submitter="ann@example.com")
-    assert bool(views.selected([Summary.of(run.model_copy(update={"about": about(SPEC)}))], wanted, NOW)) == is_shown
+    assert (
+        bool(views.selected([Summary.of(run.model_copy(update={"about": about(SPEC, None)}))], wanted, NOW)) == is_shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_what_the_training_counted_in_its_data_is_told() -> None:
 def test_a_list_is_of_the_wanted_days_and_models_and_the_best_results_come_first() -> None:
     def run(day: int, metrics: dict[str, float | None], model: str = "google/gemma-2b") -> Summary:
         found = record((RunState.SUCCEEDED, 1), run=f"r-{day:012x}", metrics=metrics)
-        known = about(SPEC).model_copy(update={"model": model})
+        known = about(SPEC, None).model_copy(update={"model": model})
         return Summary.of(found.model_copy(update={"about": known})).model_copy(
             update={"created": BEGAN + timedelta(days=day)}
         )

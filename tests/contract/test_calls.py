@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_SECONDS
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.endpoints.store import EndpointStore
-from dropforge.run.record import Record, RunState, Transition
+from dropforge.run.record import Record, RunState, Source, Transition
 from dropforge.spec import JobSpec
 from dropforge_local.base.identity import Identity
 from dropforge_local.base.recording import FILE, SERVER, TRAINER
@@ -293,7 +293,7 @@ def kept_and_marked(user: User) -> str:
     run = names.run_id_of_message(uuid.uuid4().hex)
     wanted = JobSpec.model_validate(spec(user, "cloud_run"))
     user.store.put_new(names.spec_object(run), wanted.model_dump_json(by_alias=True).encode())
-    user.store.put_new(names.open_object(run), b"message of the test", "text/plain")
+    user.store.put_new(names.open_object(run), Source(text="message of the test").model_dump_json().encode())
     return run
 
 

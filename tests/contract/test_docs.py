@@ -11,8 +11,8 @@ import pytest
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
-from dropforge.control_plane import RUN, usage_of_training
-from dropforge.plan import OLD_PRICE
+from dropforge.money.control_plane import RUN, usage_of_training
+from dropforge.money.plan import OLD_PRICE
 from dropforge.rows.split import MIN_TRAIN_ROWS
 from dropforge_cli.main import cli
 

@@ -56,7 +56,7 @@ def resources(path: Path) -> Iterator[Resource]:
     """The create requests of a spec's attempts and endpoint."""
     spec = parse_spec(path.read_bytes())
     launches = [
-        Launch(RUN, 1, placement, spec, SETTINGS, NOW, 3600) for placement in range(len(spec.target.placements))
+        Launch(RUN, 1, placement, spec, SETTINGS, NOW, 3600, key="") for placement in range(len(spec.target.placements))
     ]
     for launch in launches:
         yield from get_target(spec.target.type).resources(launch)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dropforge.base.settings import Settings
-from dropforge.control_plane import RUN, Usage, usage_of_training
+from dropforge.money.control_plane import RUN, Usage, usage_of_training
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
 SECONDS = 2 * 3600 + 24 * 60

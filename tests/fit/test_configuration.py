@@ -18,7 +18,7 @@ from dropforge.cloud.clients import Clients
 from dropforge.fit.configuration import NoConfiguration, find_shape
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.spec import Dataset, JobSpec
-from dropforge.spec.job import Model
+from dropforge.spec.sections import Model
 from dropforge.stages import admission
 from dropforge.stages.admission import fit_problems
 

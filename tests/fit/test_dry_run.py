@@ -35,9 +35,10 @@ def spec_of(name: str, **changes: Any) -> JobSpec:
     return parse_spec(json.dumps(document).encode())
 
 
-def on_h100(model: str, adapter: str, **target: Any) -> JobSpec:
+def on_h100(model: str, adapter: str, method: str = "sft", **target: Any) -> JobSpec:
     document = {**BY_NAME[GKE], "model": {"source": model}, "target": {**H100, **target}, "serve": None}
-    document["training"] = {"adapter": {"type": adapter}, "max_length": 512}
+    document["training"] = {"method": method, "adapter": {"type": adapter}, "max_length": 512}
+    document["evaluation"] = {"holdout_fraction": 0.05}
     return parse_spec(json.dumps(document).encode())
 
 

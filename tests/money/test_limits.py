@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.base.errors import ErrorClass
-from dropforge.money import (
+from dropforge.money.limits import (
     MIN_ATTEMPT_SECONDS,
     due,
     endpoint_expiry,

@@ -21,8 +21,8 @@ MODULES = (
     "functions/dropforge/cloud/[dektl]*.py",
     "functions/dropforge/run/[rs][et][co]*.py",
     "functions/dropforge/tell/*.py",
-    "functions/dropforge/money.py",
-    "functions/dropforge/deletion.py",
+    "functions/dropforge/money/limits.py",
+    "functions/dropforge/stages/deletion.py",
 )
 # They check or describe specs, and have tests of their own; no run depends on a second look at them.
 OTHERS = frozenset(

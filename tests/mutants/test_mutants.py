@@ -119,14 +119,14 @@ def test_a_mutant_outside_of_functions_meets_all_tests_of_its_file() -> None:
     known = Reach(
         tests={
             workflow: [],
-            **{f"tests/a.py::{number}": ["functions/dropforge/money.py::due"] for number in range(20)},
+            **{f"tests/a.py::{number}": ["functions/dropforge/money/limits.py::due"] for number in range(20)},
         },
         seconds={workflow: 0.1, **{f"tests/a.py::{number}": 0.1 for number in range(20)}},
     )
     assert known.tests_of(constant, 10) == (workflow,)
-    source = (ROOT / "functions/dropforge/money.py").read_text()
+    source = (ROOT / "functions/dropforge/money/limits.py").read_text()
     name = next(line for line in source.splitlines() if line.startswith("MIN_ATTEMPT_SECONDS"))
-    assert len(known.tests_of(Mutant("money/name", "functions/dropforge/money.py", name, "x"), 10)) == 20
+    assert len(known.tests_of(Mutant("money/name", "functions/dropforge/money/limits.py", name, "x"), 10)) == 20
 
 
 def test_the_function_of_a_mutant_is_the_innermost_one_with_the_change() -> None:

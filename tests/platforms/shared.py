@@ -154,7 +154,7 @@ def is_there(store: RunStore, run: str) -> bool:
     """Return whether the cloud has the resource that serves a run, by the check that the sweep uses."""
     record, spec = store.record(run), store.spec(run)
     assert spec.serve is not None
-    deployment = Deployment(run, spec, here().settings, utc_now(), launch_of(record, spec, here().settings))
+    deployment = Deployment(run, spec, here().settings, utc_now(), launch_of(record, spec, here().settings, key=""))
     return get_server(spec.serve.type).exists(here().cloud, deployment)
 
 

@@ -14,7 +14,7 @@ from google.api_core.exceptions import ServiceUnavailable
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.index import read_index
+from dropforge.run.index import read_index
 from dropforge.run.record import About, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.run.summary import KEY

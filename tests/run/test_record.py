@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dropforge.base.errors import Conflict, ErrorClass
-from dropforge.money import running_since
+from dropforge.money.limits import running_since
 from dropforge.run.record import (
     Attempt,
     Endpoint,

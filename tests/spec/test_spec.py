@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.base.redact import redact
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, foreign, job_spec_schema, parse_spec, registry, seconds
-from dropforge.spec.job import RESERVED_VARIABLES
+from dropforge.spec.job_spec import RESERVED_VARIABLES
 from dropforge.spec.parse import field_places
 from dropforge.spec.parts import words_of
 

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_SECONDS
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.figures import usd
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.run.record import RunState
 from dropforge.run.series import Progress, Series, write_series
 from dropforge.spec import parse_spec

@@ -11,7 +11,7 @@ import pytest
 
 from bench.calls import Counts, count_runs, usage_of
 from bench.stack import User, running_stack
-from dropforge.control_plane import RUN, Usage
+from dropforge.money.control_plane import RUN, Usage
 
 RUNS = 6
 # Of the run that makes the fewest requests. On a busy machine, a container may take so long that `inspect` looks twice,
@@ -54,6 +54,6 @@ def test_billed_steps(counted: Counted) -> None:
 def test_plan_knows_what_the_control_plane_of_a_run_uses(counted: Counted) -> None:
     used: Usage = usage_of(counted.longer, 1)
     above = {name: (value, vars(RUN)[name]) for name, value in vars(used).items() if value > vars(RUN)[name]}
-    assert above == {}, "correct RUN in functions/dropforge/control_plane.py"
+    assert above == {}, "correct RUN in functions/dropforge/money/control_plane.py"
     assert used.usd > RUN.usd / 2, "RUN is far above what a run uses"
     assert RUN.usd <= MOST_USD

@@ -255,7 +255,7 @@ def test_a_retired_endpoint_leaves_nothing_and_its_name_stays_taken(any_named: N
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (OPERATIONS, {"rollback": "no-such-endpoint"}, "there is no endpoint 'no-such-endpoint'"),
     (OPERATIONS, {"rollback": "NAME"}, "has no model before the present one"),
-    (OPERATIONS, {"retire": {"endpoint": 7}}, "there is no endpoint ''"),
+    (OPERATIONS, {"retire": {"endpoint": 7}}, "expected the name of an endpoint"),
     (OPERATIONS, {"extend": {"endpoint": "NAME", "ttl": "a week"}}, "expected how long"),
     (OPERATIONS, {"budget": {"endpoint": "NAME", "usd": 50, "per": "week"}}, "budget/per: unknown value"),
     (REQUESTS, {"budget": {"endpoint": "NAME", "usd": None}}, "belongs to the specs bucket"),

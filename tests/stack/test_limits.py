@@ -88,7 +88,9 @@ def test_the_cloud_ends_an_attempt_whose_budget_is_spent(user: User, monkeypatch
     record, spec = user.store.record(run), user.store.spec(run)
     assert record.attempts[0].limit == "max_cost_usd"
     target = get_target("cloud_run")
-    user.until(lambda: target.inspect(here().cloud, launch_of(record, spec, user.settings)).phase is Phase.FAILED)
+    user.until(
+        lambda: target.inspect(here().cloud, launch_of(record, spec, user.settings, key="")).phase is Phase.FAILED
+    )
     answer = eventually(lambda: inspect_now(run))
     assert (answer["error"]["error_class"], answer["retry"]) == ("budget", False)
     assert "max_cost_usd" in answer["error"]["hint"]

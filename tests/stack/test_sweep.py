@@ -57,7 +57,7 @@ def make(user: User, launch: Launch) -> list[str]:
 
 def attempt_of(user: User, run: str) -> Launch:
     """Return the launch of a run's last attempt."""
-    return launch_of(user.store.record(run), user.store.spec(run), user.settings)
+    return launch_of(user.store.record(run), user.store.spec(run), user.settings, key="")
 
 
 def end(user: User, *runs: str) -> None:

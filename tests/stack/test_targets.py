@@ -154,7 +154,7 @@ def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, mon
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=target, limits={"max_duration": "9s"})
     record, spec = user.store.record(run), user.store.spec(run)
-    cloud = eventually(lambda: _inspect_cloud(target["type"], launch_of(record, spec, user.settings)))
+    cloud = eventually(lambda: _inspect_cloud(target["type"], launch_of(record, spec, user.settings, key="")))
     assert cloud["phase"] is Phase.FAILED
     assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "deadline"
     end(user, run)

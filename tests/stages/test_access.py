@@ -15,7 +15,7 @@ from dropforge.base.errors import NotFound
 from dropforge.run.proof import ACCESS_NAME, key_of_run, proof
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
-from dropforge.spec.job import MAX_SOURCES
+from dropforge.spec.sections import MAX_SOURCES
 from dropforge.stages.access import access, boundary
 from dropforge_local.iam.boundary import Boundary
 from dropforge_local.iam.conditions import Resource

@@ -111,7 +111,7 @@ def test_after_a_wait_the_resources_own_timeout_ends_with_the_run(kind: str) -> 
     record = record.model_copy(update={"attempts": [*record.attempts, second]})
     ends = int((NOW + timedelta(hours=1)).timestamp())
     requests = json.dumps(
-        [resource.request for resource in get_target(kind).resources(launch_of(record, parsed, placeholders()))]
+        [resource.request for resource in get_target(kind).resources(launch_of(record, parsed, placeholders(), key=""))]
     )
     assert second.placement == 1
     deadline_pattern = r'"name": "DROPFORGE_DEADLINE", "value": "(\d+)"|DROPFORGE_DEADLINE=(\d+)'

@@ -10,8 +10,8 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.listing import Listed
-from dropforge.deletion import delete_remaining, note_endpoint_ended
 from dropforge.run.record import ResourceState, RunState
+from dropforge.stages.deletion import delete_remaining, note_endpoint_ended
 from dropforge.stages.sweep.orphans import PATIENCE_SECONDS, Deletions, Orphan, delete_orphans
 
 from .test_promises import JOB, MINUTE, NOW, RUN, Place, endpoint

@@ -65,7 +65,6 @@ def test_an_outage_is_no_refusal() -> None:
         (None, {}, "has no `serve`"),
         ({"share": True}, {}, "is an adapter that shares an endpoint"),
         ({"type": "cloud_run"}, {"share": True}, "is an adapter that shares an endpoint"),
-        ({"type": "cloud_run"}, ["region"], "expected fields of `serve`"),
         ({"type": "cloud_run", "regoin": "x"}, {}, "/serve/regoin"),
         ({"type": "cloud_run"}, {}, ""),
         (None, {"type": "cloud_run"}, ""),

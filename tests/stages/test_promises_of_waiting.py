@@ -14,7 +14,7 @@ import requests
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
-from dropforge.money import endpoint_expiry, kept_until
+from dropforge.money.limits import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status, Waits
 from dropforge.run.events import Failed, Request, Started
 from dropforge.run.proof import EVENT_NAME, proof

@@ -152,9 +152,9 @@ def test_a_cancel_that_an_earlier_version_stored_still_counts(deployment: Deploy
 
 
 def test_only_operators_reach_a_run_whose_record_names_no_topic(deployment: Deployment) -> None:
-    """It is from the specs bucket, or from a version that did not note the topic."""
+    """It is from the specs bucket."""
     run = deployment.submit("requests").run
-    deployment.context.store.update(run, lambda record: record.model_copy(update={"source": "message key"}))
+    deployment.context.store.update(run, lambda record: record.model_copy(update={"topic": ""}))
     deployment.cancel(run, "requests")
     assert not deployment.is_cancelled(run)
     deployment.cancel(run, "operations")

@@ -19,7 +19,7 @@ from dropforge.run.artifacts import MANIFEST, ArtifactFile, Manifest, Source, mo
 from dropforge.run.proof import ACCESS_NAME, is_proved, with_proof
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.spec.kinds import MOST_ADAPTERS
+from dropforge.spec.job_spec import MOST_ADAPTERS
 from dropforge.stages.rollout import requests
 from dropforge.stages.rollout.advance import advance
 from dropforge.stages.rollout.requests import Refused, check_name, put_behind
@@ -65,7 +65,8 @@ class Deployment:
             {
                 "run": run,
                 "name": name,
-                "source": f"topic {topic} k" if topic else "s",
+                "source": "s",
+                "topic": topic,
                 "state": state,
                 "created": NOW,
                 "history": history,

@@ -1,6 +1,7 @@
 """The training methods of this image, by `training.method` of the job spec.
 
-To add a method, write a module here with the contents of `Method`, and add its name to METHODS.
+A method that dropforge/spec/methods declares for `maxtext` has a module of its name here, with the functions of
+`Method`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from containers.common.publish import Description
 from dropforge.rows import Row
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec
+from dropforge.spec.methods import trained_by
 
 from ..batches import Data
 from ..work import Work
-
-METHODS = ("pretrain", "sft")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Prepared:
 
 
 class Method(Protocol):
-    """The contents of a method's module."""
-
-    STARTS_FROM_BASE: bool  # training starts with the base model's weights, and not with random weights
+    """The functions of a method's module."""
 
     def read(self, work: Work, client: Any, base: str, tokenizer: Any, vocabulary: int, tpu: bool) -> Prepared:
         """The rows that the method takes, as token ids below `vocabulary`. Raises JobError."""
@@ -56,6 +54,6 @@ class Method(Protocol):
 
 def load_method(name: str) -> Method:
     """Import a method's module. Raises JobError for an unknown method."""
-    if name not in METHODS:
-        raise config_error(f"training.method is {name!r}; expected one of {', '.join(METHODS)}")
+    if name not in (known := trained_by("maxtext")):
+        raise config_error(f"training.method is {name!r}; expected one of {', '.join(known)}")
     return cast(Method, import_module(f"{__name__}.{name}"))

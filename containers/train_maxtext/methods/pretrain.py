@@ -17,7 +17,6 @@ from ..batches import Data
 from ..work import Work
 from . import Prepared
 
-STARTS_FROM_BASE = False
 # The trained loss and the exported model's loss are compared on so many tokens, on a CPU.
 PROBE_TOKENS = 16_384
 

@@ -22,7 +22,6 @@ from ..batches import Data, pack
 from ..work import Work
 from . import Prepared
 
-STARTS_FROM_BASE = True
 # The trained loss and the exported model's loss are compared on so many rows and tokens, on a CPU: 8192 tokens of a
 # model with 8 billion parameters take it some minutes.
 PROBE_ROWS, PROBE_TOKENS = 64, 8192

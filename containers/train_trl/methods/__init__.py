@@ -1,6 +1,6 @@
 """The training methods of this image, by `training.method` of the job spec.
 
-To add a method, write a module here with the functions of `Method`, and add its name to METHODS.
+A method that dropforge/spec/methods declares for `trl` has a module of its name here, with the functions of `Method`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from containers.common.token_rows import TokenRows
 from containers.common.tokenise import Tokeniser
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec
+from dropforge.spec.methods import trained_by
 
 from ..plan import Plan
-
-METHODS = ("sft",)
 
 Columns = Mapping[str, TokenRows]
 
@@ -69,6 +68,6 @@ class Method(Protocol):
 
 def load_method(name: str) -> Method:
     """Import a method's module, with its libraries. Raises JobError for an unknown method."""
-    if name not in METHODS:
-        raise config_error(f"training.method is {name!r}; expected one of {', '.join(METHODS)}")
+    if name not in (known := trained_by("trl")):
+        raise config_error(f"training.method is {name!r}; expected one of {', '.join(known)}")
     return cast(Method, import_module(f"{__name__}.{name}"))

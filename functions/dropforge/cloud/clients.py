@@ -31,10 +31,21 @@ import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .hub import Hub
 from .retrying import FIRST_SECONDS, Retrying
+
+if TYPE_CHECKING:
+    from google.auth.credentials import Credentials
+    from google.auth.transport.requests import Request as AuthRequest
+    from google.cloud import container_v1, pubsub_v1, run_v2, secretmanager_v1, storage, tpu_v2
+    from google.cloud.workflows import executions_v1
+    from kubernetes.client import ApiClient
+    from slack_sdk import WebClient, WebhookClient
+
+    from .run_access import RunCredentials
+    from .sessions import GoogleSession, LeanSession, RetryingSession
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
@@ -81,7 +92,7 @@ class Clients:
         self._making = RLock()  # a client may need another
 
     @_once
-    def storage(self) -> Any:
+    def storage(self) -> storage.Client:
         """google.cloud.storage.Client. In a container of a run, it has the run's own token for the runs bucket."""
         from google.cloud import storage
 
@@ -96,7 +107,7 @@ class Clients:
         return storage.Client(project=self._project(), credentials=self._credentials(), _http=self._google())
 
     @_once
-    def run_credentials(self) -> Any:
+    def run_credentials(self) -> RunCredentials | None:
         """RunCredentials in a container that has access to the objects of its run; None elsewhere."""
         from .run_access import RunCredentials, has_access
 
@@ -107,8 +118,9 @@ class Clients:
 
     def run_token(self) -> tuple[str, int]:
         """The present token of the run's credentials, and its seconds to live. Raises what RunCredentials raises."""
-        token, seconds = self.run_credentials().present(self._run_request())
-        return token, seconds
+        credentials = self.run_credentials()
+        assert credentials is not None, "only a container that has access to its run asks"
+        return credentials.present(self._run_request())
 
     def run_spec(self) -> Any:
         """The spec of the run, a JSON object, as the function `access` gave it; None if it gave none.
@@ -118,14 +130,14 @@ class Clients:
         credentials = self.run_credentials()
         return None if credentials is None else credentials.spec(self._run_request())
 
-    def _run_session(self, credentials: Any) -> Any:
+    def _run_session(self, credentials: RunCredentials) -> RetryingSession:
         from .sessions import RetryingSession
 
         session = RetryingSession(credentials, self.retrying, auth_request=self._run_request())
         session.trust_env = not self.environment.get("STORAGE_EMULATOR_HOST")
         return session
 
-    def _run_request(self) -> Any:
+    def _run_request(self) -> AuthRequest:
         """The transport for requests for tokens; on the local stack, their servers are on loopback."""
         from google.auth.transport.requests import Request
 
@@ -157,7 +169,7 @@ class Clients:
         return str(answer["access_token"]), int(answer.get("expires_in", _SHORTEST_SECONDS))
 
     @_once
-    def publisher(self) -> Any:
+    def publisher(self) -> pubsub_v1.PublisherClient:
         """A publisher that sends two messages in one request: each waits PAIR_SECONDS for another.
 
         The library sends a batch before the message that would be its last. In a container of a run, a thread of the
@@ -175,14 +187,14 @@ class Clients:
         return pubsub_v1.PublisherClient(settings, options, credentials=credentials)
 
     @_once
-    def run_jobs(self) -> Any:
+    def run_jobs(self) -> run_v2.JobsClient:
         """google.cloud.run_v2.JobsClient."""
         from google.cloud import run_v2
 
         return self._rest(run_v2.JobsClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
-    def run_rest(self) -> tuple[Any, str]:
+    def run_rest(self) -> tuple[LeanSession, str]:
         """A requests session that may call Cloud Run, and the URL below which its API is.
 
         For values that run_v2 does not know: its 0.16.2 lacks the medium DISK of an ephemeral disk.
@@ -191,49 +203,49 @@ class Clients:
         return self._session("CLOUD_RUN_EMULATOR_HOST"), f"{endpoint}/v2"
 
     @_once
-    def run_executions(self) -> Any:
+    def run_executions(self) -> run_v2.ExecutionsClient:
         """google.cloud.run_v2.ExecutionsClient (executions of Cloud Run jobs)."""
         from google.cloud import run_v2
 
         return self._rest(run_v2.ExecutionsClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
-    def run_tasks(self) -> Any:
+    def run_tasks(self) -> run_v2.TasksClient:
         """google.cloud.run_v2.TasksClient."""
         from google.cloud import run_v2
 
         return self._rest(run_v2.TasksClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
-    def run_services(self) -> Any:
+    def run_services(self) -> run_v2.ServicesClient:
         """google.cloud.run_v2.ServicesClient."""
         from google.cloud import run_v2
 
         return self._rest(run_v2.ServicesClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
-    def run_revisions(self) -> Any:
+    def run_revisions(self) -> run_v2.RevisionsClient:
         """google.cloud.run_v2.RevisionsClient."""
         from google.cloud import run_v2
 
         return self._rest(run_v2.RevisionsClient, "CLOUD_RUN_EMULATOR_HOST")
 
     @_once
-    def gke(self) -> Any:
+    def gke(self) -> container_v1.ClusterManagerClient:
         """google.cloud.container_v1.ClusterManagerClient."""
         from google.cloud import container_v1
 
         return self._rest(container_v1.ClusterManagerClient, "GKE_EMULATOR_HOST")
 
     @_once
-    def tpu(self) -> Any:
+    def tpu(self) -> tpu_v2.TpuClient:
         """google.cloud.tpu_v2.TpuClient."""
         from google.cloud import tpu_v2
 
         return self._rest(tpu_v2.TpuClient, "TPU_EMULATOR_HOST")
 
     @_once
-    def compute(self) -> tuple[Any, str]:
+    def compute(self) -> tuple[LeanSession, str]:
         """A requests session that may call Compute Engine, and the URL below which its API is.
 
         Three calls do not justify google-cloud-compute: 136 MiB of memory on import.
@@ -242,13 +254,13 @@ class Clients:
         return self._session("COMPUTE_EMULATOR_HOST"), f"{endpoint}/compute/v1"
 
     @_once
-    def monitoring(self) -> tuple[Any, str]:
+    def monitoring(self) -> tuple[LeanSession, str]:
         """A requests session that may call Cloud Monitoring, and the URL below which its API is: for one call."""
         endpoint = self.environment.get("MONITORING_EMULATOR_HOST", "https://monitoring.googleapis.com")
         return self._session("MONITORING_EMULATOR_HOST"), f"{endpoint}/v3"
 
     @_once
-    def dns(self) -> tuple[Any, str]:
+    def dns(self) -> tuple[LeanSession, str]:
         """A requests session that may call Cloud DNS, and the URL below which its API is: for three calls."""
         endpoint = self.environment.get("DNS_EMULATOR_HOST", "https://dns.googleapis.com")
         return self._session("DNS_EMULATOR_HOST"), f"{endpoint}/dns/v1"
@@ -268,7 +280,7 @@ class Clients:
         answer.raise_for_status()
         return str(answer.json()["authority"])
 
-    def _kubernetes(self, host: str, authority: str) -> Any:
+    def _kubernetes(self, host: str, authority: str) -> ApiClient:
         """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.
 
         `authority` is the certificate that signs the server's certificate, in PEM; "" if a public authority signs it.
@@ -290,14 +302,14 @@ class Clients:
         return client.ApiClient(configuration)
 
     @_once
-    def secrets(self) -> Any:
+    def secrets(self) -> secretmanager_v1.SecretManagerServiceClient:
         """google.cloud.secretmanager_v1.SecretManagerServiceClient."""
         from google.cloud import secretmanager_v1
 
         return self._rest(secretmanager_v1.SecretManagerServiceClient, "SECRET_MANAGER_EMULATOR_HOST")
 
     @_once
-    def workflow_executions(self) -> Any:
+    def workflow_executions(self) -> executions_v1.ExecutionsClient:
         """google.cloud.workflows.executions_v1.ExecutionsClient."""
         from google.cloud.workflows import executions_v1
 
@@ -310,11 +322,11 @@ class Clients:
         return executions_v1.ExecutionsClient(transport=ExecutionsGrpcTransport(channel=grpc.insecure_channel(address)))
 
     @_once
-    def callbacks(self) -> Any:
+    def callbacks(self) -> LeanSession:
         """A requests session that may call workflow callbacks (permission workflows.callbacks.send)."""
         return self._session("DROPFORGE_EMULATOR_TOKEN")
 
-    def endpoint(self, audience: str, key: str = "") -> Any:
+    def endpoint(self, audience: str, key: str = "") -> LeanSession:
         """A requests session for a served model: with its API key, or with a token for Cloud Run."""
         from .sessions import LeanSession, session_with
 
@@ -359,7 +371,7 @@ class Clients:
         """The Hugging Face Hub."""
         return Hub(self.environment)
 
-    def slack(self, webhook: str) -> Any:
+    def slack(self, webhook: str) -> WebhookClient:
         """slack_sdk.WebhookClient for the URL of an incoming webhook."""
         # Import the package first: a thread that imports only a module of the package does not wait for another thread
         # that imports the package, and then meets half-made modules ("cannot import name 'WebhookClient'").
@@ -367,7 +379,7 @@ class Clients:
 
         return WebhookClient(webhook, timeout=int(TIMEOUT_SECONDS), logger=_SILENT)
 
-    def slack_bot(self, token: str) -> Any:
+    def slack_bot(self, token: str) -> WebClient:
         """slack_sdk.WebClient for the token of a bot."""
         from slack_sdk import WebClient
 
@@ -426,7 +438,7 @@ class Clients:
         made.transport._session.trust_env = False  # else it looks for proxies and netrc before each call
         return made
 
-    def _session(self, variable: str) -> Any:
+    def _session(self, variable: str) -> LeanSession:
         """The session for Google's APIs, or a session for the emulator that `variable` names."""
         if not self.environment.get(variable):
             return self._google()
@@ -435,14 +447,14 @@ class Clients:
         return loopback_session(self.environment.get("DROPFORGE_EMULATOR_TOKEN", ""))
 
     @_once
-    def _google(self) -> Any:
+    def _google(self) -> GoogleSession:
         """The session of all REST calls to Google: one pool of connections, one token."""
         from .sessions import GoogleSession
 
         return GoogleSession(self._credentials())  # type: ignore[call-arg]
 
     @_once
-    def _credentials(self) -> Any:
+    def _credentials(self) -> Credentials:
         """The process's Google credentials: all clients share them, so one renewal of the token serves all.
 
         A container of a run has them from the metadata server. google.auth.default would look for others, and give up
@@ -466,7 +478,7 @@ def _address(url: str) -> str:
     return url.partition("://")[2].partition("/")[0]
 
 
-def _anonymous() -> Any:
+def _anonymous() -> Credentials:
     from google.auth.credentials import AnonymousCredentials
 
     return AnonymousCredentials()

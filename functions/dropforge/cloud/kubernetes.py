@@ -294,7 +294,7 @@ class Kubernetes:
             request = api.param_serialize(
                 method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]
             )
-            response = api.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
+            response: Any = api.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
             text = response.read()
             if response.status in (none_for if isinstance(none_for, tuple) else (none_for,)):
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+from dropforge.base.changes import evolve
 from dropforge.run.record import Stored
 from dropforge.spec.parts import BudgetPeriod
 
@@ -31,7 +32,7 @@ class Budget(Stored):
 
     def in_period(self, began: datetime, cost_usd: float) -> Budget:
         """This budget in the period that began then, when the endpoint had cost so much."""
-        return self.model_copy(update={"began": began, "before_usd": cost_usd, "warned": False})
+        return evolve(self, began=began, before_usd=cost_usd, warned=False)
 
     @property
     def ends(self) -> datetime:

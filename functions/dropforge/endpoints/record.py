@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict, NotFound
 from dropforge.platforms.named import Counted
 from dropforge.run.origin import Copied
@@ -113,8 +114,8 @@ class Revision(Stored):
 
     def with_adapter(self, name: str, **changes: Any) -> Revision:
         """This revision with changed fields of an adapter."""
-        changed = [each.model_copy(update=changes) if each.name == name else each for each in self.adapters]
-        return self.model_copy(update={"adapters": changed})
+        changed = [evolve(each, **changes) if each.name == name else each for each in self.adapters]
+        return evolve(self, adapters=changed)
 
     def cost(self, now: datetime) -> float | None:
         """The most that the revision has cost, in US dollars: as if all instances had run. None: no price is known."""
@@ -130,11 +131,11 @@ class Revision(Stored):
 
     def paid(self, now: datetime) -> Revision:
         """This revision, whose instances may cost money from now on."""
-        return self if self.paid_since else self.model_copy(update={"paid_since": now})
+        return self if self.paid_since else evolve(self, paid_since=now)
 
     def unpaid(self, now: datetime) -> Revision:
         """This revision, which gets no requests from now on."""
-        return self.model_copy(update={"paid_since": None, "spent_usd": self.cost(now) or 0.0})
+        return evolve(self, paid_since=None, spent_usd=self.cost(now) or 0.0)
 
 
 class Canary(Stored):
@@ -200,7 +201,7 @@ class Rollout(Stored):
         if state not in _ALLOWED.get(self.state, ()):
             raise Conflict(f"rollout {self.id} is {self.state}; it cannot become {state}")
         ended = {"ended": now, "wait_reason": ""} if state.is_terminal else {}
-        return self.model_copy(update={"state": state, "started": self.started or now, **ended})
+        return evolve(self, state=state, started=self.started or now, **ended)
 
 
 class EndpointRecord(Stored):
@@ -316,17 +317,17 @@ class EndpointRecord(Stored):
         """
         if self.budget is None or (began := period(now, self.budget.per)) <= self.budget.began:
             return self
-        return self.model_copy(update={"budget": self.budget.in_period(began, self.cost(began) or 0.0)})
+        return evolve(self, budget=self.budget.in_period(began, self.cost(began) or 0.0))
 
     def with_budget(self, budget: parts.Budget | None, by: str, now: datetime) -> EndpointRecord:
         """This record with a budget that `by` has set. It counts from now if the budget before had another period."""
         if budget is None:
-            return self.model_copy(update={"budget": None})
+            return evolve(self, budget=None)
         old = self.in_period(now).budget
         is_kept = old is not None and old.per == budget.per
         began, before = (old.began, old.before_usd) if old is not None and is_kept else (now, self.cost(now) or 0.0)
         wanted = Budget(usd=budget.usd, per=budget.per, by=by, asked=now, began=began, before_usd=before)
-        return self.model_copy(update={"budget": wanted})
+        return evolve(self, budget=wanted)
 
     def with_budget_of_spec(self, budget: parts.Budget | None, now: datetime) -> EndpointRecord:
         """This record with the budget of a spec, unless a request has set one, or the record has it already."""
@@ -340,7 +341,7 @@ class EndpointRecord(Stored):
         current = self.in_period(now)
         if current.budget is None or current.budget.asked != asked:
             return self
-        return current.model_copy(update={"budget": current.budget.model_copy(update={"warned": True})})
+        return evolve(current, budget=evolve(current.budget, warned=True))
 
     def cost_by_model(self, now: datetime) -> dict[str, float | None]:
         """The most that each model of a shared endpoint has cost, in US dollars; None if a price is unknown."""
@@ -357,32 +358,30 @@ class EndpointRecord(Stored):
         known = [each.id for each in self.rollouts]
         if rollout.id in known:
             changed = [rollout if each.id == rollout.id else each for each in self.rollouts]
-            return self.model_copy(update={"rollouts": changed})
+            return evolve(self, rollouts=changed)
         ended = [each for each in self.rollouts if each.state.is_terminal][-KEPT_ROLLOUTS:]
         waiting = [each for each in self.rollouts if not each.state.is_terminal]
-        return self.model_copy(update={"rollouts": [*ended, *waiting, rollout]})
+        return evolve(self, rollouts=[*ended, *waiting, rollout])
 
     def with_revision(self, number: int, change: Callable[[Revision], Revision]) -> EndpointRecord:
         """This record with a changed revision."""
         changed = [change(each) if each.number == number else each for each in self.revisions]
-        return self.model_copy(update={"revisions": changed})
+        return evolve(self, revisions=changed)
 
     def with_expiry(self, expires: datetime | None) -> EndpointRecord:
         """This record with another expiry, also of every model of a shared endpoint."""
         revisions = [
-            revision.model_copy(
-                update={"adapters": [each.model_copy(update={"expires": expires}) for each in revision.adapters]}
-            )
+            evolve(revision, adapters=[evolve(each, expires=expires) for each in revision.adapters])
             for revision in self.revisions
         ]
-        return self.model_copy(update={"expires": expires, "revisions": revisions})
+        return evolve(self, expires=expires, revisions=revisions)
 
     def with_seals(self, number: int, name: str, expires: datetime) -> EndpointRecord:
         """This record, in which the adapters of a revision have passed their seals; the one of `name` has an expiry."""
 
         def passed(revision: Revision) -> Revision:
-            sealed = [each.model_copy(update={"sealed": True}) for each in revision.adapters]
-            return revision.model_copy(update={"adapters": sealed}).with_adapter(name, expires=expires)
+            sealed = [evolve(each, sealed=True) for each in revision.adapters]
+            return evolve(revision, adapters=sealed).with_adapter(name, expires=expires)
 
         return self.with_revision(number, passed)
 
@@ -400,7 +399,7 @@ class EndpointRecord(Stored):
         found = self.find(rollout)
         if found is None or found.execution or execution in found.superseded or found.state.is_terminal:
             return self
-        return self.with_rollout(found.model_copy(update={"execution": execution}))
+        return self.with_rollout(evolve(found, execution=execution))
 
     def released(self, rollout: str, execution: str) -> EndpointRecord:
         """This record, whose rollout lost its owner `execution`, which ended before the rollout did."""
@@ -408,7 +407,7 @@ class EndpointRecord(Stored):
         if found is None or found.execution != execution or found.state.is_terminal:
             return self
         superseded = [*found.superseded, execution]
-        return self.with_rollout(found.model_copy(update={"execution": None, "superseded": superseded}))
+        return self.with_rollout(evolve(found, execution=None, superseded=superseded))
 
     def entered(self, rollout: str, state: RolloutState, now: datetime) -> EndpointRecord:
         """This record with a rollout in `state`. Raises Conflict if `state` cannot follow its present state."""
@@ -424,15 +423,13 @@ class EndpointRecord(Stored):
         if found.state is RolloutState.DEPLOYING:
             return self
         begun = found.entered(RolloutState.DEPLOYING, now)
-        begun = begun.model_copy(
-            update={"revision": revision.number, "before": self.stable, "deadline": deadline, "started": now}
-        )
+        begun = evolve(begun, revision=revision.number, before=self.stable, deadline=deadline, started=now)
         kept = [each for each in self.revisions if each.number in (self.stable, self.previous) or each.paid_since]
         others = [each for each in self.revisions if each not in kept]
         dropped = sum(each.spent_usd for each in others[:-KEPT_REVISIONS])
         revisions = sorted([*kept, *others[-KEPT_REVISIONS:]], key=lambda each: each.number)
         update = {"revisions": [*revisions, revision.paid(now)], "dropped_usd": self.dropped_usd + dropped}
-        return self.model_copy(update=update).with_rollout(begun)
+        return evolve(self, **update).with_rollout(begun)
 
     def copies(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout that copies its model first; one that copies already stays as it is."""
@@ -440,14 +437,14 @@ class EndpointRecord(Stored):
         if found.state is not RolloutState.QUEUED:
             return self
         begun = found.entered(RolloutState.COPYING, now)
-        return self.with_rollout(begun.model_copy(update={"before": self.stable, "deadline": deadline}))
+        return self.with_rollout(evolve(begun, before=self.stable, deadline=deadline))
 
     def with_copied(self, rollout: str, copied: Copied) -> EndpointRecord:
         """This record with the progress of the copy of a rollout's model."""
         found = self.rollout(rollout)
         if found.state is not RolloutState.COPYING or found.copied == copied:
             return self
-        return self.with_rollout(found.model_copy(update={"copied": copied}))
+        return self.with_rollout(evolve(found, copied=copied))
 
     def returns(self, rollout: str, deadline: datetime, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record with a rollout that goes back to the previous revision, or from a canary to the one that serves.
@@ -457,8 +454,8 @@ class EndpointRecord(Stored):
         """
         revision = self.revision(self.back(self.rollout(rollout)))
         begun = self.rollout(rollout).entered(RolloutState.CHECKING, now)
-        begun = begun.model_copy(update={"revision": revision.number, "before": self.stable, "deadline": deadline})
-        resumed = self.in_period(now).model_copy(update={"suspended": None})
+        begun = evolve(begun, revision=revision.number, before=self.stable, deadline=deadline)
+        resumed = evolve(self.in_period(now), suspended=None)
         numbers = [revision.number, *([self.previous] if self.suspended and keeps_instances else [])]
         for number in numbers:
             resumed = resumed.with_revision(number, lambda each: each.paid(now))
@@ -490,27 +487,27 @@ class EndpointRecord(Stored):
     def watches(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision becomes a canary."""
         found = self.rollout(rollout).entered(RolloutState.WATCHING, now)
-        return self.with_rollout(found.model_copy(update={"deadline": deadline}))
+        return self.with_rollout(evolve(found, deadline=deadline))
 
     def with_share(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record with the time at which the revision of a rollout got its share; a noted time stays."""
         found = self.rollout(rollout)
-        return self.with_rollout(found.model_copy(update={"watched": found.watched or now}))
+        return self.with_rollout(evolve(found, watched=found.watched or now))
 
     def has_moved(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record with the time at which every request went to the revision of a rollout; a noted time stays."""
         found = self.rollout(rollout)
-        return self.with_rollout(found.model_copy(update={"moved": found.moved or now}))
+        return self.with_rollout(evolve(found, moved=found.moved or now))
 
     def has_returned(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record with the time at which every request went back after a failure; a noted time stays."""
         found = self.rollout(rollout)
-        return self.with_rollout(found.model_copy(update={"returned": found.returned or now}))
+        return self.with_rollout(evolve(found, returned=found.returned or now))
 
     def shifts(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout whose revision gets every request."""
         found = self.rollout(rollout).entered(RolloutState.SHIFTING, now)
-        return self.with_rollout(found.model_copy(update={"deadline": deadline, "wait_reason": ""}))
+        return self.with_rollout(evolve(found, deadline=deadline, wait_reason=""))
 
     def promoted(
         self,
@@ -532,9 +529,9 @@ class EndpointRecord(Stored):
         new, old = self.rollout(rollout).revision, self.stable
         previous = (old if old != new else self.previous) if keeps_revisions else 0
         paid = {new, previous} if keeps_instances else {new}
-        changed = self.paying(paid, now).with_revision(new, lambda each: each.model_copy(update={"promoted": now}))
+        changed = self.paying(paid, now).with_revision(new, lambda each: evolve(each, promoted=now))
         update = {"stable": new, "previous": previous, "url": url, "expires": expires}
-        return changed.model_copy(update=update).entered(rollout, RolloutState.PROMOTED, now)
+        return evolve(changed, **update).entered(rollout, RolloutState.PROMOTED, now)
 
     def failed(self, rollout: str, error: RunError, now: datetime) -> EndpointRecord:
         """This record with a rollout that failed; the first error stays. A queued one has changed nothing yet."""
@@ -544,7 +541,7 @@ class EndpointRecord(Stored):
         state = RolloutState.ROLLED_BACK if found.state is RolloutState.QUEUED else RolloutState.UNDOING
         # The requests may have gone to the revision, though nobody has noted that.
         moved = found.moved or (now if found.state is RolloutState.SHIFTING else None)
-        return self.with_rollout(found.model_copy(update={"error": error, "moved": moved}).entered(state, now))
+        return self.with_rollout(evolve(found, error=error, moved=moved).entered(state, now))
 
     def undone(self, rollout: str, now: datetime, keeps_instances: bool = False) -> EndpointRecord:
         """This record after a failed rollout was undone: its revision gets no requests.
@@ -569,17 +566,17 @@ class EndpointRecord(Stored):
     def suspends(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record with a rollout that ends the instances of the endpoint."""
         begun = self.rollout(rollout).entered(RolloutState.SUSPENDING, now)
-        return self.with_rollout(begun.model_copy(update={"revision": self.stable, "before": self.stable}))
+        return self.with_rollout(evolve(begun, revision=self.stable, before=self.stable))
 
     def stopped(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record after the instances of the endpoint have ended; an ended rollout changes nothing."""
         if self.rollout(rollout).state.is_terminal:
             return self
         ended = self.paying(set(), now).entered(rollout, RolloutState.SUSPENDED, now)
-        return ended.model_copy(update={"suspended": now})
+        return evolve(ended, suspended=now)
 
     def gone(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record after the endpoint was deleted."""
         changed = self.paying(set(), now).entered(rollout, RolloutState.RETIRED, now)
         update = {"retired": now, "suspended": None, "stable": 0, "previous": 0, "expires": None}
-        return changed.model_copy(update=update)
+        return evolve(changed, **update)

@@ -13,11 +13,12 @@ from typing import Any
 from pydantic import JsonValue
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.run.artifacts import Manifest, attempt_directory, files_digest
 from dropforge.run.events import dumps
 from dropforge.run.record import Parity, Stored
 from dropforge.run.seal import SEAL
-from dropforge.spec.kinds import MOST_ADAPTERS, ServeSpec
+from dropforge.spec.job_spec import MOST_ADAPTERS, ServeSpec
 
 # What must be equal in two bases. The seal of each adapter covers the rest: other files name versions of libraries.
 BASE_FILES = (".safetensors", "config.json", "tokenizer.json", "chat_template.jinja")
@@ -119,4 +120,4 @@ def plus(adapters: Iterable[Adapter], new: Adapter) -> list[Adapter]:
 def minus(adapters: Iterable[Adapter], name: str) -> list[Adapter]:
     """The adapters of a new revision without the one of that name."""
     kept = [adapter for adapter in adapters if adapter.name != name]
-    return [adapter.model_copy(update={"parity": None}) for adapter in kept]
+    return [evolve(adapter, parity=None) for adapter in kept]

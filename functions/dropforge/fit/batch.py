@@ -9,6 +9,7 @@ from .maxtext import BATCH_SIZE
 
 if TYPE_CHECKING:
     from dropforge.spec import JobSpec
+    from dropforge.spec.methods import Trainer
 
 ROWS_PER_STEP = 8  # rows in one device's batch of train_trl, where the spec has no number
 
@@ -26,6 +27,7 @@ class Batch:
     devices: int
     length: int
     unit: Literal["rows", "blocks", "sequences"]
+    sequences_per_row: int = 1
 
     @property
     def sequences(self) -> int:
@@ -34,7 +36,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """The most tokens of a step, with padding."""
-        return self.sequences * self.length
+        return self.sequences * self.sequences_per_row * self.length
 
     def __str__(self) -> str:
         devices = f"{self.devices} device{'' if self.devices == 1 else 's'}"
@@ -42,18 +44,21 @@ class Batch:
         return f"{self.sequences} {self.unit}, at most {self.tokens:,} tokens ({factors})"
 
 
-def default_batch(trainer: Literal["trl", "maxtext"]) -> int:
+def default_batch(trainer: Trainer) -> int:
     """The rows of one device, where the spec has no number."""
     return BATCH_SIZE if trainer == "maxtext" else ROWS_PER_STEP
 
 
 def batch_of(spec: JobSpec) -> Batch:
     """The effective batch of a spec. Without a batch size in the spec, a step of train_trl has about that many rows."""
+    from dropforge.spec.methods import method_of
+
     training, target = spec.training, spec.target
+    method = method_of(training.method)
     per_device = training.per_device_train_batch_size or default_batch(target.trainer)
     accumulation, devices = training.gradient_accumulation_steps, target.machine.devices
     unit: Literal["rows", "blocks", "sequences"] = "blocks" if training.packing is True else "rows"
     chooses = training.packing == "auto" and training.per_device_train_batch_size is None
-    if target.trainer == "maxtext" and training.method != "pretrain" and chooses:
+    if target.trainer == "maxtext" and method.data == "rows" and chooses:
         unit = "sequences"
-    return Batch(per_device, accumulation, devices, training.max_length, unit)
+    return Batch(per_device, accumulation, devices, training.max_length, unit, method.sequences_per_row)

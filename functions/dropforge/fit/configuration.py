@@ -14,7 +14,7 @@ from .known import KNOWN_MODELS
 from .shape import Config, ModelShape, shape_of
 
 if TYPE_CHECKING:
-    from dropforge.spec.job import Model
+    from dropforge.spec.sections import Model
 
 
 class NoConfiguration(DropforgeError):

@@ -6,15 +6,16 @@ The formulas were counted with saved-tensor hooks on the real classes, and compa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dropforge.spec.machine import GIB
+from dropforge.spec.methods import method_of
 
 from .shape import ModelShape
 
 if TYPE_CHECKING:
-    from dropforge.spec.job import Adapter, Training
+    from dropforge.spec.sections import Adapter, Training
 
 # TRL 1.16 computes the output layer in tiles of so many tokens and entries of the vocabulary
 # (trl/kernels/chunked_logprob.py). A kernel works in place on a GPU; PyTorch's operations on a CPU make copies.
@@ -85,8 +86,9 @@ class Estimate:
 
 def training_memory(shape: ModelShape, training: Training, step: Step) -> Estimate:
     """Bytes at the peak of a training step. Counts only the terms that grow with the model and the batch."""
-    adapter = training.adapter
-    weights = loaded_bytes(shape, adapter, step)
+    adapter, method = training.adapter, method_of(training.method)
+    step = replace(step, batch=step.batch * method.sequences_per_row)
+    weights = loaded_bytes(shape, adapter, step) * (1 + method.frozen_beside(adapter.type))
     trained = shape.parameters if adapter.type == "none" else adapter_parameters(shape, adapter)
     optimiser, gradients = optimiser_bytes(shape, training, trained), _GRADIENT * trained
     if adapter.type != "none":
@@ -131,9 +133,10 @@ def loaded_bytes(shape: ModelShape, adapter: Adapter, step: Step) -> int:
 
 def least_bytes(parameters: int, training: Training) -> int:
     """The least that training a model of so many parameters takes on all accelerators together, without activations."""
+    frozen = method_of(training.method).frozen_beside(training.adapter.type)
     if training.adapter.type == "none":
-        return int((4 + _STATES[training.optim] + _GRADIENT) * parameters)
-    return int(parameters * (_NF4 if training.adapter.type == "qlora" else 2))
+        return int((4 * (1 + frozen) + _STATES[training.optim] + _GRADIENT) * parameters)
+    return int(parameters * (1 + frozen) * (_NF4 if training.adapter.type == "qlora" else 2))
 
 
 def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:

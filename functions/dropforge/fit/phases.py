@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from dropforge.spec.methods import method_of
+
 from .batch import default_batch
 from .maxtext import SEALED_ROWS, padded_length
 from .memory import (
@@ -203,7 +205,7 @@ def _maxtext(spec: JobSpec, shape: ModelShape, machine: Machine, *, alone: bool)
 
     `alone`: one machine does all. Else a head converts, and the hosts of the chips share checkpoints in the bucket.
     """
-    starts = spec.training.method != "pretrain"
+    starts = method_of(spec.training.method).starts_from_base
     files = shape.file_bytes if starts else 0
     imported = 4 * shape.parameters if starts else 0
     checkpoint = STATE_BYTES * shape.parameters
@@ -237,6 +239,7 @@ def _maxtext(spec: JobSpec, shape: ModelShape, machine: Machine, *, alone: bool)
 def maxtext_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
     """Bytes of a chip in a step of MaxText: all chips share weights, gradients and Adam's moments."""
     training, tokens = spec.training, _maxtext_tokens(spec)
+    frozen = 4 * method_of(training.method).frozen_beside(training.adapter.type)  # in 32 bits, without a gradient
     accumulated = 4 if training.gradient_accumulation_steps > 1 else 0
     layer = tokens * saved_bytes(shape, training.adapter, 4) // 2  # the whole model's, computed in 16 bits
     kept = (
@@ -244,7 +247,7 @@ def maxtext_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
         if training.gradient_checkpointing is False
         else (2 * tokens * shape.hidden * shape.layers + layer)
     )
-    state = (16 + accumulated) * shape.parameters // machine.devices
+    state = (16 + accumulated + frozen) * shape.parameters // machine.devices
     return state + _gathered_bytes(shape) + kept + 8 * tokens * shape.vocabulary
 
 
@@ -263,7 +266,7 @@ def judging_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
 def _maxtext_tokens(spec: JobSpec) -> int:
     """The tokens of a chip in a forward pass."""
     batch = spec.training.per_device_train_batch_size or default_batch("maxtext")
-    return batch * padded_length(spec.training.max_length, tpu=True)
+    return batch * method_of(spec.training.method).sequences_per_row * padded_length(spec.training.max_length, tpu=True)
 
 
 def _gathered_bytes(shape: ModelShape) -> int:
@@ -292,4 +295,5 @@ def _data_bytes(spec: JobSpec) -> int:
 
     dataset = spec.dataset
     rows = dataset.rows if isinstance(dataset, SyntheticDataset) else dataset.limit or 0
-    return rows * spec.training.max_length * TOKEN_BYTES
+    sequences = rows * method_of(spec.training.method).sequences_per_row
+    return sequences * spec.training.max_length * TOKEN_BYTES

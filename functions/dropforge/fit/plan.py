@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.spec.machine import GIB
 
@@ -121,7 +122,7 @@ def _changes(spec: JobSpec, row: Row, resource: str) -> Iterator[tuple[str, JobS
             continue
         changed = [name for name in type(part).model_fields if getattr(larger, name) != getattr(part, name)]
         words = ", ".join(f"{name} {getattr(larger, name)!r}" for name in changed)
-        yield f"{place}.{words}", spec.model_copy(update={place: larger})
+        yield f"{place}.{words}", evolve(spec, **{place: larger})
 
 
 def _raised(spec: JobSpec, place: Place, field: str, need: int) -> Iterator[tuple[str, JobSpec]]:
@@ -146,11 +147,11 @@ def _cures(spec: JobSpec, shape: ModelShape, place: Place, resource: str) -> boo
 
 
 def _with(spec: JobSpec, part: str, **changes: Any) -> JobSpec:
-    return spec.model_copy(update={part: getattr(spec, part).model_copy(update=changes)})
+    return evolve(spec, **{part: evolve(getattr(spec, part), **changes)})
 
 
 def _qlora(fields: dict[str, Any]) -> Any:
-    from dropforge.spec.job import QloraAdapter
+    from dropforge.spec.sections import QloraAdapter
 
     return QloraAdapter.model_validate(fields)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -115,12 +116,15 @@ class NamedServer(Protocol):
     keeps_instances: bool
     keeps_revisions: bool
 
+    @abstractmethod
     def drain_seconds(self, cloud: Cloud) -> int:
         """How long the revision before must stay after `shift`: for clients that have its address, and its answers."""
 
+    @abstractmethod
     def region(self, deployment: Deployment) -> str:
         """The region of the endpoint."""
 
+    @abstractmethod
     def service_name(self, deployment: Deployment, existing: str = "") -> str:
         """The full resource name of the service of the named endpoint that gets the model.
 
@@ -128,9 +132,11 @@ class NamedServer(Protocol):
         in the same place.
         """
 
+    @abstractmethod
     def why_whole(self, service: str) -> str:
         """Why a revision of the endpoint gets every request or none; "" if it may have a share."""
 
+    @abstractmethod
     def deploy(
         self, cloud: Cloud, candidate: Candidate, shares: list[Share], fence: Fence = no_fence
     ) -> Reached | Waits:
@@ -139,33 +145,40 @@ class NamedServer(Protocol):
         The first revision of an endpoint has the whole share of a URL that nobody knows yet.
         """
 
+    @abstractmethod
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         """A revision that `deploy` has made; None if the cloud does not have it any more."""
 
+    @abstractmethod
     def is_lost(self, cloud: Cloud, service: str, revision: str) -> bool:
         """Whether the URL does not lead to the revision that serves, and only a rollout that resumes can mend that.
 
         False where the platform itself starts instances again.
         """
 
+    @abstractmethod
     def resources(self, service: str, revision: str) -> list[str]:
         """The full names of the resources without which the revision does not serve, as `Server.listed` lists them."""
 
+    @abstractmethod
     def shift(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
         """Advance towards these shares; True once the platform reports them. Raises RevisionGone."""
 
+    @abstractmethod
     def counted(self, cloud: Cloud, service: str, since: datetime) -> dict[str, Counted]:
         """The requests that the platform has counted since a time. The keys are the cloud's names of the revisions.
 
         A count may be minutes late. A revision without a request may be missing.
         """
 
+    @abstractmethod
     def prune(self, cloud: Cloud, service: str, kept: set[str], last: int) -> None:
         """Delete the revisions whose names are not in `kept`. What cannot be deleted yet stays.
 
         The revisions with a number above `last` stay: the next rollout may have begun.
         """
 
+    @abstractmethod
     def suspend(self, cloud: Cloud, service: str, shares: list[Share], fence: Fence = no_fence) -> bool:
         """End every instance of the endpoint, and start none for requests; True once the platform reports that.
 
@@ -173,6 +186,7 @@ class NamedServer(Protocol):
         has no instances.
         """
 
+    @abstractmethod
     def resume(self, cloud: Cloud, service: str, candidates: list[Candidate], fence: Fence = no_fence) -> bool:
         """Let the endpoint have instances again; True once the platform reports that. A repeat changes nothing.
 
@@ -181,6 +195,7 @@ class NamedServer(Protocol):
         The first of `candidates` is the revision that serves; the others are kept for a rollback.
         """
 
+    @abstractmethod
     def delete(self, cloud: Cloud, service: str) -> bool:
         """Delete the endpoint with all its revisions; True once a read shows that it does not exist."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dropforge.base.errors import DropforgeError
 from dropforge.base.settings import Settings
-from dropforge.spec.kinds import ServeSpec, TargetSpec
+from dropforge.spec.job_spec import ServeSpec, TargetSpec
 
 if TYPE_CHECKING:
     from .named import NamedServer
@@ -60,7 +61,9 @@ class Training:
 
     def load(self) -> Target:
         """The adapter, imported on use."""
-        target: Target = _load(self.adapter)
+        from .training import Target
+
+        target: Target = _load(self.adapter, Target)
         return target
 
 
@@ -82,12 +85,16 @@ class Serving:
 
     def load(self) -> Server:
         """The adapter, imported on use."""
-        server: Server = _load(self.adapter)
+        from .serving import Server
+
+        server: Server = _load(self.adapter, Server)
         return server
 
     def load_named(self) -> NamedServer:
         """The adapter of named endpoints, imported on use."""
-        server: NamedServer = _load(self.named)
+        from .named import NamedServer
+
+        server: NamedServer = _load(self.named, NamedServer)
         return server
 
 
@@ -106,6 +113,17 @@ class Platform:
         return (*((self.training,) if self.training else ()), *self.serving)
 
 
-def _load(adapter: str):  # type: ignore[no-untyped-def]  # the caller says which protocol the class implements
+def _load(adapter: str, protocol: Any) -> Any:
+    """An adapter by "module:class". Raises DropforgeError if its class lacks a member of the protocol."""
     module, _, name = adapter.partition(":")
-    return getattr(import_module(module), name)()
+    made = getattr(import_module(module), name)
+    lacking = sorted(member for member in _abstract(protocol) if member in _abstract(made) or not hasattr(made, member))
+    if lacking:
+        where = f"{protocol.__module__}.{protocol.__name__}"
+        raise DropforgeError(f"the adapter {adapter!r} lacks {', '.join(lacking)}; expected each member of {where}")
+    return made()
+
+
+def _abstract(cls: type) -> frozenset[str]:
+    """The members of a class that a subclass must have."""
+    return frozenset(getattr(cls, "__abstractmethods__", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -66,9 +67,11 @@ class Deployment:
 class Server(Protocol):
     """A place where a model is served. Verbs raise CloudError when a Google API refuses or fails."""
 
+    @abstractmethod
     def region(self, deployment: Deployment) -> str:
         """The region or zone of the endpoint."""
 
+    @abstractmethod
     def price(self, spec: JobSpec, placement: int | None = None) -> HourlyPrice:
         """The price of a running instance for an hour.
 
@@ -76,24 +79,30 @@ class Server(Protocol):
         machine has different prices: before the training, the highest counts.
         """
 
+    @abstractmethod
     def resources(self, deployment: Deployment) -> list[Any]:
         """The resources that `deploy` creates, in order. Pure. The first resource stands for the endpoint."""
 
+    @abstractmethod
     def deploy(self, cloud: Cloud, deployment: Deployment) -> str | Waits:
         """Advance towards a ready endpoint; its URL once the platform reports it as ready."""
 
+    @abstractmethod
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         """The platform's reason why an endpoint did not become ready in time."""
 
+    @abstractmethod
     def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
         """Whether the cloud still has the resource that answers; True if the platform does not know yet."""
 
+    @abstractmethod
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every resource of every endpoint in the project, as the cloud lists them.
 
         Raises Unlisted at the end if some places could not be listed.
         """
 
+    @abstractmethod
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 

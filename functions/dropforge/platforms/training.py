@@ -6,6 +6,7 @@ Each verb is a short call. No verb waits for the cloud longer than a few seconds
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -26,10 +27,12 @@ from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
 
+NO_KEY = ""  # of a launch that creates nothing: the names of its resources need no key
+
 
 @dataclass(frozen=True)
 class Launch:
-    """An attempt: all inputs for the creation of its resources. `key` is the run's (run/proof.py)."""
+    """An attempt: all inputs for the creation of its resources. `key` is the run's (run/proof.py), or NO_KEY."""
 
     run: str
     attempt: int
@@ -38,7 +41,7 @@ class Launch:
     settings: Settings
     deadline: datetime
     timeout_seconds: int
-    key: str = field(default="", repr=False)
+    key: str = field(repr=False, kw_only=True)
 
 
 class Phase(StrEnum):
@@ -83,33 +86,40 @@ class Status:
 class Target(Protocol):
     """A place where training runs. Verbs raise CloudError when a Google API refuses or fails."""
 
+    @abstractmethod
     def regions(self, spec: JobSpec) -> list[str]:
         """The placements' regions or zones, in the order in which attempts try them."""
 
+    @abstractmethod
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
         """The price of the attempt's machines for an hour."""
 
+    @abstractmethod
     def resources(self, launch: Launch) -> list[Resource]:
         """The resources that `provision` creates, in order. Pure: the same for the same launch."""
 
+    @abstractmethod
     def provision(self, cloud: Cloud, launch: Launch) -> Waits | None:
         """Advance towards a running attempt; None once it is launched. A repeated call creates nothing twice."""
 
+    @abstractmethod
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         """Read the attempt's status once."""
 
+    @abstractmethod
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every training resource of every run in the project, as the cloud lists them.
 
         Raises Unlisted at the end if some places could not be listed.
         """
 
+    @abstractmethod
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
-def launch_of(record: Record, spec: JobSpec, settings: Settings, key: str = "") -> Launch:
-    """The latest attempt of a record, as its target needs it."""
+def launch_of(record: Record, spec: JobSpec, settings: Settings, *, key: str) -> Launch:
+    """The latest attempt of a record, as its target needs it. `key` is the run's, or NO_KEY."""
     attempt = record.attempts[-1]
     return Launch(
         run=record.run,

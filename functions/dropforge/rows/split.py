@@ -6,6 +6,7 @@ import random
 from array import array
 from typing import Any
 
+from dropforge.base.changes import evolve
 from dropforge.spec import Dataset, Evaluation
 
 MIN_TRAIN_ROWS = 8
@@ -27,7 +28,7 @@ def evaluation_dataset(dataset: Dataset, evaluation: Evaluation | None) -> Datas
     changes: dict[str, Any] = {"split": evaluation.split or dataset.split, "limit": None}
     if evaluation.source is not None and [evaluation.source] != dataset.sources:
         changes |= {"source": evaluation.source, "config": None, "revision": "main"}
-    return dataset.model_copy(update=changes)
+    return evolve(dataset, **changes)
 
 
 def held_out_count(rows: int, evaluation: Evaluation | None) -> int:

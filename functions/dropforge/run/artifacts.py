@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
 from dropforge.cloud.objects import read_at_most
@@ -138,7 +139,7 @@ def files_below(manifest: Manifest, directory: str) -> list[ArtifactFile]:
     """The files of a model below a directory, with paths relative to the directory."""
     prefix = f"{directory}/"
     found = (file for file in manifest.files if file.path.startswith(prefix))
-    return [file.model_copy(update={"path": file.path.removeprefix(prefix)}) for file in found]
+    return [evolve(file, path=file.path.removeprefix(prefix)) for file in found]
 
 
 def files_digest(manifest: Manifest, directory: str, counts: Callable[[str], bool] = bool) -> str:
@@ -405,7 +406,7 @@ def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) 
             f"gs://{bucket}/{blob.name} arrived with crc32c {blob.crc32c!r}; expected {file.crc32c!r}: "
             "another writer, or the file changed while it was uploaded"
         )
-    return file.model_copy(update={"generation": int(blob.generation)})
+    return evolve(file, generation=int(blob.generation))
 
 
 def _sha256_of(blob: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import ErrorClass
 from dropforge.base.redact import cut, redact
 
@@ -84,7 +85,7 @@ class EndBase(JobEventBase):
     def with_start(self, started: Started) -> Self:
         """This end with the event of the start."""
         start = Start(**started.model_dump(include=set(Start.model_fields)))
-        return self.model_copy(update={"started": start})
+        return evolve(self, started=start)
 
 
 class Checkpointed(JobEventBase):

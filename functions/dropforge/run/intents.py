@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from dropforge.base import names
 from dropforge.base.errors import Conflict, Malformed, NotFound
 
-from .record import Record, RunState, Stored
+from .record import Record, RunState, Source, Stored
 from .store import UPDATE_TRIES, RunStore
 
 # A request joins a run until this long after its end. Pub/Sub's publisher repeats a message for ten minutes
@@ -29,10 +29,10 @@ JOIN_FOR = timedelta(minutes=10)
 
 
 class Intent(Stored):
-    """The run of a request, and the source in the run's record."""
+    """The run of a request, and where the request came from."""
 
     run: str
-    source: str
+    source: Source
 
 
 def digest_of(place: str, again: str, data: bytes) -> str:

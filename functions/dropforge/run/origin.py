@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import Malformed, NotFound, first_problem
 from dropforge.cloud.clients import TIMEOUT_SECONDS as TIMEOUT
 from dropforge.cloud.objects import read_at_most
@@ -82,7 +83,7 @@ def find_origin(client: Any, bucket: str, run: str) -> Origin:
     if problems:
         more = f", and {len(problems) - MOST_PROBLEMS} more problems" if len(problems) > MOST_PROBLEMS else ""
         raise Malformed(f"{uri} does not match its MANIFEST.json: {'; '.join(problems[:MOST_PROBLEMS])}{more}")
-    pinned = manifest.model_copy(update={"files": files})
+    pinned = evolve(manifest, files=files)
     return Origin(bucket=bucket, run=run, digest=manifest_digest(manifest), manifest=pinned)
 
 
@@ -152,8 +153,8 @@ def copy_of(client: Any, bucket: str, run: str, origin: Origin) -> Manifest:
     for file in origin.manifest.files:
         if problem := _problem(file, blobs.get(file.path)):
             raise Malformed(f"the copy of {origin.uri} differs: {problem}")
-        files.append(file.model_copy(update={"generation": int(blobs[file.path].generation)}))
-    return origin.manifest.model_copy(update={"run": run, "files": files})
+        files.append(evolve(file, generation=int(blobs[file.path].generation)))
+    return evolve(origin.manifest, run=run, files=files)
 
 
 def delete_copy(client: Any, bucket: str, run: str) -> None:
@@ -180,7 +181,7 @@ def _found(client: Any, bucket: str, manifest: Manifest) -> tuple[list[ArtifactF
         elif file.generation not in (None, int(blob.generation)):
             problems.append(f"{file.path} was written again after the commit")
         else:
-            files.append(file.model_copy(update={"generation": int(blob.generation)}))
+            files.append(evolve(file, generation=int(blob.generation)))
     return files, problems
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+from dropforge.base.changes import evolve
+
 from .record import Stored
 
 _ROUNDING_USD = 1e-6  # sums of floats differ from the price on paper
@@ -85,14 +87,14 @@ class Places(Stored):
         """These places with runs that wait, but for those that wait already or hold a place."""
         known = self.runs
         added = [entry for entry in entries if entry.run not in known]
-        return self.model_copy(update={"waiting": sorted([*self.waiting, *added], key=_order)}) if added else self
+        return evolve(self, waiting=sorted([*self.waiting, *added], key=_order)) if added else self
 
     def with_holding(self, entries: Iterable[Entry]) -> Places:
         """These places with runs that were lost from this object. They hold a place, whatever the rules say."""
         lost = [entry for entry in entries if entry.run not in {held.run for held in self.holding}]
         again = {entry.run for entry in lost}
         waiting = [entry for entry in self.waiting if entry.run not in again]
-        return self.model_copy(update={"holding": [*self.holding, *lost], "waiting": waiting}) if lost else self
+        return evolve(self, holding=[*self.holding, *lost], waiting=waiting) if lost else self
 
     def without(self, run: str, cost: float | None, rules: Sequence[Rule]) -> Places:
         """These places without a run that has ended. The money that it did not use returns to the day of its place.
@@ -108,7 +110,7 @@ class Places(Stored):
                     used[key] = max(0.0, used.get(key, 0.0) - max(0.0, entry.usd - cost))
         holding = [entry for entry in self.holding if entry.run != run]
         waiting = [entry for entry in self.waiting if entry.run != run]
-        return self.model_copy(update={"used": used, "holding": holding, "waiting": waiting})
+        return evolve(self, used=used, holding=holding, waiting=waiting)
 
     def given_out(self, rules: Sequence[Rule], today: str) -> tuple[Places, dict[str, Wait]]:
         """These places after every free place of today was given to a run, and what each other run still waits for.
@@ -124,7 +126,7 @@ class Places(Stored):
                 waiting.append(entry)
                 waits[entry.run] = wait
             else:
-                holding.append(entry.model_copy(update={"day": day}))
+                holding.append(evolve(entry, day=day))
                 used.update({rule.key: used.get(rule.key, 0.0) + entry.usd for rule in _of(entry, rules)})
         return Places(day=day, used=used, holding=holding, waiting=waiting), waits
 

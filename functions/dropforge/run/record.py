@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict, ErrorClass
 from dropforge.base.redact import cut
 
@@ -275,11 +276,11 @@ class Ledger(Stored):
 
     def up_to(self, attempt: int) -> Ledger:
         """This ledger without the resources of later attempts."""
-        return self.model_copy(update={"entries": [entry for entry in self.entries if entry.attempt <= attempt]})
+        return evolve(self, entries=[entry for entry in self.entries if entry.attempt <= attempt])
 
     def with_entry(self, entry: LedgerEntry) -> Ledger:
         others = [e for e in self.entries if e.name != entry.name]
-        return self.model_copy(update={"entries": [*others, entry]})
+        return evolve(self, entries=[*others, entry])
 
     def with_intents(self, resources: Iterable[tuple[str, str]], attempt: int, now: datetime) -> Ledger:
         """This ledger with the intent to create resources, by kind and name, that it does not have or that are gone."""
@@ -298,7 +299,7 @@ class Ledger(Stored):
         for name in names:
             entry = ledger.find(name)
             if entry is not None and entry.state not in (state, ResourceState.GONE):
-                ledger = ledger.with_entry(entry.model_copy(update={"state": state, field: now}))
+                ledger = ledger.with_entry(evolve(entry, state=state, **{field: now}))
         return ledger
 
     def with_created(self, attempt: int, now: datetime) -> Ledger:
@@ -311,7 +312,7 @@ class Ledger(Stored):
         for name in names:
             entry = ledger.find(name)
             if entry is not None and not entry.kept:
-                ledger = ledger.with_entry(entry.model_copy(update={"kept": True}))
+                ledger = ledger.with_entry(evolve(entry, kept=True))
         return ledger
 
 
@@ -332,10 +333,16 @@ class Cause(NamedTuple):
     person: str = ""
 
 
-def topic_of(source: str) -> str:
-    """The topic in the source of a run; "" for a run from the specs bucket."""
-    kind, _, rest = source.partition(" ")
-    return rest.partition(" ")[0] if kind == "topic" else ""
+class Source(Stored):
+    """Where the request for a run came from.
+
+    `text` says it to people. `topic` is the topic of a message, "" for the specs bucket; `submitter` is who dropped the
+    spec in the console, "" where no console says who.
+    """
+
+    text: Told
+    topic: str = ""
+    submitter: str = ""
 
 
 class Record(Stored):
@@ -343,10 +350,12 @@ class Record(Stored):
 
     run: str
     name: str
-    source: str
+    source: str  # where the request came from, for people
     state: RunState
     created: datetime
     history: list[Transition]
+    topic: str = ""  # of the request; "": the run is from the specs bucket
+    origin: str = ""  # the address of the model that was copied from another deployment; "": the run trained
     execution: str | None = None
     superseded: list[str] = []
     callback_url: str | None = None
@@ -375,11 +384,6 @@ class Record(Stored):
     key_day: str = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
 
     @property
-    def topic(self) -> str:
-        """The topic of the request for the run; "" for a run from the specs bucket."""
-        return topic_of(self.source)
-
-    @property
     def ended_by(self) -> str:
         """Who or what has ended the run or its endpoint, or ends it now; "" if it ended by itself, and before its end.
 
@@ -389,11 +393,6 @@ class Record(Stored):
             return self.cancel_cause
         error = self.error or (self.outcome.error if self.outcome else None)
         return "" if error is None else _ENDING_FIELDS.get(error.error_class, "")
-
-    @property
-    def origin(self) -> str:
-        """The address of the model that was copied from another deployment; "" for a run that trained."""
-        return self.source.rpartition(" ")[2] if names.is_copy(self.run) else ""
 
     @property
     def attempt(self) -> int:
@@ -430,7 +429,7 @@ class Record(Stored):
         """This record with a changed ledger; the same record if nothing changes."""
         ledger = self.ledger
         changed = change(ledger)
-        return self if changed is ledger else self.model_copy(update={"resources": changed.entries})
+        return self if changed is ledger else evolve(self, resources=changed.entries)
 
     def entered(self, state: RunState, now: datetime) -> Record:
         """This record in `state`. Entering the present state changes nothing; a terminal state ends every attempt.
@@ -446,25 +445,25 @@ class Record(Stored):
         if state.is_terminal:  # an attempt may still be open, after a cancel for example; its resources are deleted
             attempts = [a if a.ended else self._stopped(a, now) for a in attempts]
         changes = {"state": state, "history": [*self.history, moved], "attempts": attempts, "queued": None}
-        return self.model_copy(update=changes)
+        return evolve(self, **changes)
 
     def claimed(self, execution: str) -> Record:
         """This record, owned by `execution` if it has no owner. A superseded execution never owns the run again."""
         if self.execution is not None or execution in self.superseded or self.state.is_terminal:
             return self
-        return self.model_copy(update={"execution": execution})
+        return evolve(self, execution=execution)
 
     def released(self, execution: str) -> Record:
         """This record without its owner `execution`, which ended before the run did."""
         if self.execution != execution or self.state.is_terminal:
             return self
-        return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+        return evolve(self, execution=None, superseded=[*self.superseded, execution][-KEPT_IDS:])
 
     def with_callback(self, execution: str, url: str) -> Record:
         """This record with the callback of the execution that owns it."""
         if self.execution != execution or self.state.is_terminal or self.callback_url == url:
             return self
-        return self.model_copy(update={"callback_url": url})
+        return evolve(self, callback_url=url)
 
     def with_wait(self, rule: str, place: int, now: datetime) -> Record:
         """This record of an accepted run with what it waits for."""
@@ -473,23 +472,21 @@ class Record(Stored):
         ):
             return self
         since = self.queued.since if self.queued else now
-        return self.model_copy(update={"queued": Queued(rule=rule, place=place, since=since)})
+        return evolve(self, queued=Queued(rule=rule, place=place, since=since))
 
     def with_place(self, now: datetime) -> Record:
         """This record of an accepted run that got a place; a noted time stays."""
         if self.state is not RunState.ACCEPTED or self.placed:
             return self
-        return self.model_copy(update={"queued": None, "placed": now})
+        return evolve(self, queued=None, placed=now)
 
     def with_notice(self, key: str) -> Record:
         """This record with the note that a notice was sent."""
-        return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
+        return self if key in self.notices else evolve(self, notices=[*self.notices, key])
 
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
         """This record with the end of an attempt. The first noted end stays; a terminal record does not change."""
-        return self._with_attempt(
-            attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
-        )
+        return self._with_attempt(attempt, lambda a: evolve(a, ended=a.ended or now, error=a.error or error))
 
     def with_stop(self, attempt: int, now: datetime) -> Record:
         """This record with the end of an attempt that neither succeeded nor failed: its run ends."""
@@ -498,42 +495,38 @@ class Record(Stored):
     def _stopped(self, attempt: Attempt, now: datetime) -> Attempt:
         """An open attempt as its run ends: by a cancel, or with the error of the run."""
         if self.cancel_requested is not None:
-            return attempt.model_copy(update={"ended": now, "cancelled": True})
+            return evolve(attempt, ended=now, cancelled=True)
         error = self.error or (self.outcome.error if self.outcome else None)
-        return attempt.model_copy(update={"ended": now, "error": error})
+        return evolve(attempt, ended=now, error=error)
 
     def with_launch(self, attempt: int, now: datetime) -> Record:
         """This record with the time at which an attempt's resources were seen to exist; a noted time stays."""
-        return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
+        return self._with_attempt(attempt, lambda a: evolve(a, launched=a.launched or now))
 
     def with_waiting(self, attempt: int, at: datetime) -> Record:
         """This record with the last time at which an attempt was seen without a running machine."""
-        return self._with_attempt(
-            attempt, lambda a: a if a.is_noted_waiting(at) else a.model_copy(update={"waiting": at})
-        )
+        return self._with_attempt(attempt, lambda a: a if a.is_noted_waiting(at) else evolve(a, waiting=at))
 
     def with_request(self, attempt: int, at: datetime, deadline: datetime, limit: Limit) -> Record:
         """This record before another request for an attempt's machines, all of which were refused up to `at`."""
         changes = {"refused": False, "waiting": at, "deadline": deadline, "limit": limit}
-        return self._with_attempt(attempt, lambda a: a.model_copy(update=changes))
+        return self._with_attempt(attempt, lambda a: evolve(a, **changes))
 
     def with_refusal(self, attempt: int) -> Record:
         """This record with the note that every request for an attempt's machines was refused so far."""
-        return self._with_attempt(
-            attempt, lambda a: a if a.running or a.ended else a.model_copy(update={"refused": True})
-        )
+        return self._with_attempt(attempt, lambda a: a if a.running or a.ended else evolve(a, refused=True))
 
     def with_endpoint_request(self, at: datetime) -> Record:
         """This record before another request for the endpoint, if all of them were refused up to `at`."""
         if not self.endpoint_refused or self.state.is_terminal:
             return self
-        return self.model_copy(update={"endpoint_refused": False, "endpoint_asked": at})
+        return evolve(self, endpoint_refused=False, endpoint_asked=at)
 
     def with_endpoint_refusal(self) -> Record:
         """This record with the note that every request for the endpoint was refused so far."""
         if self.state is not RunState.DEPLOYING or self.endpoint is not None:
             return self
-        return self.model_copy(update={"endpoint_refused": True})
+        return evolve(self, endpoint_refused=True)
 
     def with_wait_reason(self, attempt: int, reason: str) -> Record:
         """This record with why an attempt does not run yet ("": it runs); the same record if it has the reason."""
@@ -542,28 +535,28 @@ class Record(Stored):
         is_late = bool(kept) and (self.state is not RunState.PROVISIONING or any(a.ended for a in changes))
         if not changes or is_late:
             return self
-        return self._with_attempt(attempt, lambda a: a.model_copy(update={"wait_reason": kept}))
+        return self._with_attempt(attempt, lambda a: evolve(a, wait_reason=kept))
 
     def with_endpoint_wait_reason(self, reason: str) -> Record:
         """This record with why its endpoint is not ready yet; the same record if it has the reason."""
         kept = cut(reason, MAX_REASON)
         if self.state is not RunState.DEPLOYING or self.endpoint is not None or kept == self.endpoint_wait_reason:
             return self
-        return self.model_copy(update={"endpoint_wait_reason": kept})
+        return evolve(self, endpoint_wait_reason=kept)
 
     def with_running(self, attempt: int, since: datetime) -> Record:
         """This record with the earliest time at which an attempt may have run; a noted time stays."""
-        return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
+        return self._with_attempt(attempt, lambda a: evolve(a, running=a.running or since))
 
     def with_seen(self, attempt: int, now: datetime) -> Record:
         """This record with the time at which an attempt was seen running; a noted time stays."""
-        return self._with_attempt(attempt, lambda a: a.model_copy(update={"seen": a.seen or now}))
+        return self._with_attempt(attempt, lambda a: evolve(a, seen=a.seen or now))
 
     def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
         if self.state.is_terminal:  # the call is late
             return self
         attempts = [change(a) if a.number == number else a for a in self.attempts]
-        return self.model_copy(update={"attempts": attempts})
+        return evolve(self, attempts=attempts)
 
     def stage_seconds(self, now: datetime) -> dict[str, float]:
         """Seconds spent in each state so far, in the order in which the run first entered them."""

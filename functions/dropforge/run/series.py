@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.objects import read_at_most
 
@@ -154,7 +155,7 @@ class Series(BaseModel):
         """This series, and after it `later`, which a restarted container of the same attempt has begun."""
         shift = (later.began - self.began).total_seconds()
         kept = sum(1 for seconds in self.seconds if seconds < shift + min(later.seconds, default=0.0))
-        joined = self.model_copy(update={"total_steps": later.total_steps, "eta_seconds": later.eta_seconds})
+        joined = evolve(self, total_steps=later.total_steps, eta_seconds=later.eta_seconds)
         joined.written = later.written
         for name in ("step", *MEASURED):
             setattr(joined, name, (getattr(self, name)[:kept] + getattr(later, name))[-MOST_POINTS:])
@@ -179,7 +180,7 @@ class Series(BaseModel):
         """The last point, with the time that is left; None without points."""
         if not self.step:
             return None
-        return self._point(len(self.step) - 1).model_copy(update={"eta_seconds": self.eta_seconds})
+        return evolve(self._point(len(self.step) - 1), eta_seconds=self.eta_seconds)
 
     def points(self) -> list[Progress]:
         """Every point; the last has the time that is left."""

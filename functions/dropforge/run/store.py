@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.clock import Clock
 from dropforge.base.errors import Conflict, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
@@ -27,7 +28,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
 from .proof import key_of_run, new_key
-from .record import Cause, Ledger, Record, ResourceState
+from .record import Cause, Ledger, Record, ResourceState, Source
 from .series import Kept, SeriesReader
 from .summary import KEY, Summary, read_summary, text_of
 
@@ -96,7 +97,7 @@ class RunStore:
 
     def with_key(self, record: Record) -> Record:
         """The record of a new run with the day of its key (run/proof.py). The key of the day exists on return."""
-        return record.model_copy(update={"key_day": self._keyed_day(record.created)})
+        return evolve(record, key_day=self._keyed_day(record.created))
 
     def record(self, run: str) -> Record:
         """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""
@@ -353,7 +354,8 @@ class RunStore:
 
     def mark_open(self, record: Record) -> None:
         """Write the open mark of a run: the sweep checks the run until the mark is removed."""
-        self.put_new(names.open_object(record.run), record.source.encode(), "text/plain")
+        source = Source(text=record.source, topic=record.topic, submitter=record.submitter)
+        self.put_new(names.open_object(record.run), source.model_dump_json().encode())
 
     def close(self, run: str) -> None:
         """Remove the open mark of a run."""

@@ -12,6 +12,8 @@ from datetime import datetime
 
 from pydantic import ValidationError
 
+from dropforge.base.changes import evolve
+
 from .record import About, Attempt, Record, RunState, Stored
 
 KEY = "summary-1"  # the number grows when another version would misread the summary
@@ -157,7 +159,7 @@ def _serving(record: Record) -> Meter | None:
         return None
     tick = Tick(usd_per_hour=record.serving_usd_per_hour, since=began)
     if record.endpoint is not None and record.endpoint.ended is None:
-        return Meter(ticks=[tick.model_copy(update={"until": record.endpoint.expires})])
+        return Meter(ticks=[evolve(tick, until=record.endpoint.expires)])
     if record.endpoint is None and not record.state.is_terminal:
         return Meter(ticks=[tick])
     ended = record.endpoint.ended if record.endpoint else None

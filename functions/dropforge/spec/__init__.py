@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .job import Columns, Dataset, Evaluation, JobSpec, Limits, SyntheticDataset, job_spec_schema
-from .kinds import ServeSpec, TargetSpec, serving_seconds
+from .job_spec import JobSpec, ServeSpec, TargetSpec, job_spec_schema, serving_seconds
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import seconds
+from .sections import Columns, Dataset, Evaluation, Limits, SyntheticDataset
 
 __all__ = [
     "MAX_SPEC_BYTES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .job import JobSpec
+from .job_spec import JobSpec
 
 # Usual rates: 1e-4 to 5e-4 for adapters, 1e-6 to 5e-5 for all weights (the defaults and examples of TRL and Axolotl).
 # Models with some thousand parameters take ten times as much, so the limits are far away.

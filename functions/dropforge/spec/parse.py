@@ -16,9 +16,10 @@ from dropforge.base.redact import TOKEN, cut
 
 from . import foreign, registry, syntax
 from .guess import likeliest, one_of, plain
-from .job import JobSpec
+from .job_spec import JobSpec
 from .metrics import meant_share
 from .parts import Part, Wrong, corrected, shown, words_of
+from .sections import Training
 
 MAX_SPEC_BYTES = 256 * 1024
 # For each spec: all problems must fit a run event, and a function must list them within its time-out.
@@ -61,10 +62,11 @@ def read_part(part: type[P], value: JsonValue, *place: str) -> P:
 
 
 def forget_platforms() -> None:
-    """Read the registry of platforms anew at the next use, after the environment has changed."""
+    """Read the registries of platforms and methods anew at the next use, after one of them has changed."""
     registry.platforms.cache_clear()
     schema.cache_clear()
     field_places.cache_clear()
+    Training.model_rebuild(force=True)
     JobSpec.model_rebuild(force=True)
 
 

@@ -43,8 +43,8 @@ Duration = Annotated[
     ),
 ]
 Name = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", f"{_NAME} 40 characters")]
-_ENDPOINT = r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$"
-EndpointName = Annotated[str, ruled(_ENDPOINT, f"{_NAME} 30 characters")]
+ENDPOINT = r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$"
+EndpointName = Annotated[str, ruled(ENDPOINT, f"{_NAME} 30 characters")]
 # Resource labels: https://cloud.google.com/resource-manager/docs/labels-overview#requirements
 LabelKey = Annotated[
     str,
@@ -93,11 +93,11 @@ def _unit(match: re.Match[str]) -> str:
 
 def not_an_endpoint(name: str) -> str:
     """Why a text is not the name of an endpoint: the rule, and the name that it probably means."""
-    shown_name, meant = cut(name, 60), corrected(_ENDPOINT, name)
+    shown_name, meant = cut(name, 60), corrected(ENDPOINT, name)
     if meant == name:
         return f"{shown_name!r} is not the name of an endpoint: it is reserved, or the id of a run"
     guess = f"; did you mean {meant!r}?" if meant else ""
-    return f"{shown_name!r} is not the name of an endpoint; expected {words_of(_ENDPOINT)}{guess}"
+    return f"{shown_name!r} is not the name of an endpoint; expected {words_of(ENDPOINT)}{guess}"
 
 
 class _NamedKeys:

@@ -30,7 +30,8 @@ VARIABLE = "DROPFORGE_PLATFORMS"
 def platforms() -> tuple[Platform, ...]:
     """The declaration of every platform, in the order of the registry.
 
-    Raises DropforgeError for a malformed entry of DROPFORGE_PLATFORMS, and for a module that is not a platform.
+    Raises DropforgeError for a malformed entry of DROPFORGE_PLATFORMS, for a module that is not a platform, and for a
+    platform whose classes lack a member.
     """
     return tuple(_load(name, module) for name, module in {**PLATFORMS, **_added()}.items())
 
@@ -53,6 +54,10 @@ def _load(name: str, module: str) -> Platform:
     except (ImportError, AttributeError) as error:
         expected = f"expected a module with a PLATFORM; see {VARIABLE} and CONTRIBUTING.md"
         raise DropforgeError(f"platform {name!r}: the module {module!r} cannot be used: {error}; {expected}") from error
+    for part in platform.parts:
+        if lacking := part.spec.missing_members():
+            where = f"platform {name!r}: {part.spec.__module__}.{part.spec.__name__}"
+            raise DropforgeError(f"{where} lacks {', '.join(lacking)}; expected what spec/job_spec.py requires of it")
     return platform
 
 

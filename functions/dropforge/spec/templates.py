@@ -10,8 +10,9 @@ from itertools import islice
 from dropforge.base.errors import SpecProblem
 from dropforge.base.redact import cut
 
-from .job import Dataset, JobSpec
+from .job_spec import JobSpec
 from .parts import shown
+from .sections import Dataset
 
 MAX_CSV_FIELD = 2**24  # characters; longer than any row that a training keeps. Python's default is 2**17
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import NotFound
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.context import Context
@@ -48,7 +49,7 @@ def access(context: Context, run: str, claimed: str, account: str) -> Granted:
         raise classify(error) from error
     context.log("gave access", stage="access", run=run, account=account)
     granted = Granted(access_token=token, expires_in=seconds)
-    return granted.model_copy(update={"spec": spec.model_dump(mode="json", by_alias=True)}) if is_trainer else granted
+    return evolve(granted, spec=spec.model_dump(mode="json", by_alias=True)) if is_trainer else granted
 
 
 def boundary(bucket: str, run: str, spec: JobSpec, *, is_trainer: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dropforge.fit.configuration import NoConfiguration, find_shape
 from dropforge.fit.memory import least_bytes
 from dropforge.fit.plan import phase_problems
 from dropforge.fit.shape import ModelShape
-from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
+from dropforge.money.limits import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
 from dropforge.rows.check import Report

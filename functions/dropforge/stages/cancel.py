@@ -16,14 +16,15 @@ from datetime import datetime, timedelta
 import requests
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, NotFound, RetryLater
 from dropforge.base.redact import cut, redact
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
-from dropforge.deletion import end_endpoint
 from dropforge.run.events import Request
 from dropforge.run.record import Cause, Record, RunState
+from dropforge.stages.deletion import end_endpoint
 from dropforge.tell.everybody import is_unstarted, tell_unstarted
 from dropforge.tell.run_events import answer_unknown
 
@@ -162,11 +163,11 @@ def _with_request(record: Record, topic: str, now: datetime, cause: Cause) -> Re
         if record.endpoint is None or record.endpoint.ended or record.endpoint.expires <= now:
             return record
         # The endpoint expires now: the sweep deletes it even if this request fails.
-        expired = record.endpoint.model_copy(update={"expires": now})
-        return record.model_copy(update={"endpoint": expired, **asked})
+        expired = evolve(record.endpoint, expires=now)
+        return evolve(record, endpoint=expired, **asked)
     if record.cancel_requested:
         return record
-    requested = record.model_copy(update=asked)
+    requested = evolve(record, **asked)
     return requested.entered(RunState.CANCELLED, now) if record.state is RunState.ACCEPTED else requested
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.base.names import SHARED_PREFIX
-from dropforge.money import serving_price
+from dropforge.money.limits import serving_price
 from dropforge.platforms import get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR
 from dropforge.spec import JobSpec, parse_spec, seconds, serving_seconds
@@ -193,8 +194,8 @@ def _prices(spec: JobSpec) -> list[float | None]:
 def _without_stated_prices(spec: JobSpec) -> JobSpec:
     parts = {"target": spec.target, "serve": spec.serve}
     priced = {name: part for name, part in parts.items() if getattr(part, "price_usd_per_hour", None) is not None}
-    changes = {name: part.model_copy(update={"price_usd_per_hour": None}) for name, part in priced.items() if part}
-    return spec.model_copy(update=changes)
+    changes = {name: evolve(part, price_usd_per_hour=None) for name, part in priced.items() if part}
+    return evolve(spec, **changes)
 
 
 def _region(place: str) -> str:

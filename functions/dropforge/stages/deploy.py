@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.context import Context
 from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
-from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
+from dropforge.money.limits import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
 from dropforge.run.record import Endpoint, Record, ResourceState, RunError, RunState
@@ -65,7 +66,7 @@ def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Reco
     # A named endpoint counts its own costs: it outlives the run.
     is_own = spec.serve is None or not spec.serve.is_named
     price = serving_price(spec, record.attempts[-1].placement).usd_per_hour if is_own else 0.0
-    return entered.model_copy(update={"serving_usd_per_hour": price})
+    return evolve(entered, serving_usd_per_hour=price)
 
 
 def _put_behind(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
@@ -98,9 +99,7 @@ def _note_rollout(context: Context, record: Record, endpoint: EndpointRecord, ro
     context.store.update(
         record.run,
         lambda latest: (
-            latest.model_copy(update={"parity": parity, "endpoint_wait_reason": ""})
-            if latest.state is RunState.DEPLOYING
-            else latest
+            evolve(latest, parity=parity, endpoint_wait_reason="") if latest.state is RunState.DEPLOYING else latest
         ),
     )
 
@@ -116,7 +115,7 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _nothing_left(record, spec, began)
     if context.now() >= expires:  # the sweep would delete the endpoint at once
         return _too_late(spec, expires)
-    launch = launch_of(record, spec, context.settings, store.key(record.run))
+    launch = launch_of(record, spec, context.settings, key=store.key(record.run))
     deployment = Deployment(record.run, spec, context.settings, expires, launch)
     resources = server.resources(deployment)
     entries = [(resource.kind, resource.name) for resource in resources]
@@ -140,7 +139,7 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     service, region = resources[0].name, server.region(deployment)
     endpoint = _endpoint(spec, url, service, region, began, ready, expires, paid_until)
     start = read_start(context.cloud.clients.storage(), context.settings.runs_bucket, record.run)
-    endpoint = endpoint.model_copy(update={"start": start})
+    endpoint = evolve(endpoint, start=start)
     return _ready(context, record, endpoint, [resource.name for resource in resources])
 
 
@@ -152,7 +151,7 @@ def _compare(context: Context, record: Record, spec: JobSpec, url: str, key: str
     parity, error = compare(context, record.run, record.parity, url, spec.name, key)
 
     def change(latest: Record) -> Record:
-        return latest.model_copy(update={"parity": parity}) if latest.state is RunState.DEPLOYING else latest
+        return evolve(latest, parity=parity) if latest.state is RunState.DEPLOYING else latest
 
     if parity != record.parity:
         context.store.update(record.run, change)
@@ -170,7 +169,7 @@ def _ready(context: Context, record: Record, endpoint: Endpoint, resources: list
         if latest.state is not RunState.DEPLOYING:
             return latest
         created = latest.with_ledger(lambda ledger: ledger.with_state(resources, ResourceState.CREATED, endpoint.ready))
-        return created.model_copy(update={"endpoint": endpoint, "endpoint_wait_reason": ""})
+        return evolve(created, endpoint=endpoint, endpoint_wait_reason="")
 
     record = context.store.update(record.run, change)
     if record.endpoint is None:

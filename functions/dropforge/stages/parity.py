@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.cloud.classify import client_errors
@@ -78,7 +79,7 @@ def compare(
         return Parity(state="failed", reason=reason), CloudError(ErrorClass.PARITY, reason, HINT)
     if seal is None:
         return Parity(state="unsealed", reason=UNSEALED), None
-    seal = seal.model_copy(update={"rows": seal.rows[:most]})
+    seal = evolve(seal, rows=seal.rows[:most])
     parity = known or Parity(state="checking", links=seal.links, limit=seal.limit, floor=seal.noise.divergence)
     endpoint, until = Endpoint(context.cloud.clients.endpoint(audience or url, key), url, model), context.now() + SHARE
     try:
@@ -88,7 +89,7 @@ def compare(
                 break
     except CloudError as error:
         failed = {"state": "failed", "reason": error.message} if error.error_class is ErrorClass.PARITY else {}
-        return parity.model_copy(update=failed), error
+        return evolve(parity, **failed), error
     return parity, None
 
 
@@ -104,7 +105,7 @@ def progress(parity: Parity, seal: Seal, endpoint: Endpoint) -> Iterator[Parity]
             f"expected less than {seal.limit:.2g}; most in {parity.farthest}; likely cause: "
             f"{cause_of_weights(parity.divergence)}"
         )
-    yield parity.model_copy(update={"state": "sealed"})
+    yield evolve(parity, state="sealed")
 
 
 class Endpoint:
@@ -167,14 +168,13 @@ def _with_row(parity: Parity, seal: Seal, row: SealedRow, endpoint: Endpoint) ->
     tokens, farthest = parity.tokens + found.tokens, found.farthest
     worse = farthest.divergence > parity.farthest_divergence
     most = {"farthest": str(farthest), "farthest_divergence": farthest.divergence} if worse else {}
-    return parity.model_copy(
-        update={
-            **most,
-            "rows": parity.rows + 1,
-            "tokens": tokens,
-            "ties": parity.ties + found.ties,
-            "divergence": (parity.divergence * parity.tokens + found.divergence) / tokens,
-        }
+    return evolve(
+        parity,
+        **most,
+        rows=parity.rows + 1,
+        tokens=tokens,
+        ties=parity.ties + found.ties,
+        divergence=(parity.divergence * parity.tokens + found.divergence) / tokens,
     )
 
 

@@ -17,7 +17,7 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.google_apis import NotAsked, Refused
 from dropforge.context import Context
-from dropforge.money import short_endpoint
+from dropforge.money.limits import short_endpoint
 from dropforge.platforms import get_target, quotas
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.demand import Demand, Quota

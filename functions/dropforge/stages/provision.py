@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.base.settings import Settings
 from dropforge.context import Context
-from dropforge.money import MIN_ATTEMPT_SECONDS, paid_seconds
+from dropforge.money.limits import MIN_ATTEMPT_SECONDS, paid_seconds
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Waits, launch_of
+from dropforge.platforms.training import NO_KEY, Launch, Waits, launch_of
 from dropforge.run.record import WAITING_SECONDS, Attempt, Limit, Outcome, Record, RunError, RunState
 from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
@@ -51,7 +52,7 @@ def provision(context: Context, run: str, execution: str, attempt: int, callback
     if record.state not in _TRAINS:  # a late call, or a takeover after the training: nothing is created
         return takeover_answer(record)
     attempt = max(attempt, record.attempt)
-    return _advance(context, record, spec, attempt, asked).model_copy(update={"attempt": attempt})
+    return evolve(_advance(context, record, spec, attempt, asked), attempt=attempt)
 
 
 def takeover_answer(record: Record) -> Running | Succeeded | Failed:
@@ -91,7 +92,7 @@ def _claim(context: Context, record: Record, execution: str, attempt: int, spec:
     opened = _open_attempt(context, record, attempt, spec, now)
     if opened is None:
         return record
-    record = record.model_copy(update={"attempts": [*record.attempts, opened]})
+    record = evolve(record, attempts=[*record.attempts, opened])
     return record.entered(RunState.PROVISIONING, now)
 
 
@@ -114,7 +115,7 @@ def _with_intents(context: Context, record: Record, execution: str, spec: JobSpe
     latest = record.attempts[-1]
     if latest.ended is not None:
         return record
-    resources = _resources(context, launch_of(record, spec, context.settings))
+    resources = _resources(context, launch_of(record, spec, context.settings, key=NO_KEY))
     return record.with_ledger(lambda ledger: ledger.with_intents(resources, latest.number, context.now()))
 
 
@@ -160,7 +161,9 @@ def _advance(
         return _running(latest)  # the attempt has succeeded; `inspect` reports the success again
     announce(context, record, RunState.PROVISIONING)
     try:
-        return _launch(context, record, launch_of(record, spec, context.settings, context.store.key(record.run)), asked)
+        return _launch(
+            context, record, launch_of(record, spec, context.settings, key=context.store.key(record.run)), asked
+        )
     except CloudError as error:
         return _refused(context, record, spec, error, asked)
 

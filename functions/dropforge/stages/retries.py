@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from dropforge.base.errors import ErrorClass
-from dropforge.money import paid_seconds
+from dropforge.money.limits import paid_seconds
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.run.record import Record, RunError
 from dropforge.spec import JobSpec, Limits

@@ -13,20 +13,21 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, Malformed, RetryLater, SpecProblem, first_problem
 from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
-from dropforge.index import about
+from dropforge.money.limits import most_usd
 from dropforge.run.events import Request
+from dropforge.run.index import about
 from dropforge.run.intents import Intent, claim, digest_of
-from dropforge.run.record import Record, RunState, Transition, topic_of
+from dropforge.run.record import Record, RunState, Source, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
 from dropforge.tell import notices
@@ -61,15 +62,14 @@ def submit_object(
     Raises RetryLater and client errors.
     """
     run = names.run_id_of_object(bucket, name, generation)
-    place = f"gs://{bucket}/{name}"
-    source = f"{place}#{generation}"
+    source = source_of_object(context, bucket, name, generation)
     try:
         data = read_spec(context, bucket, name, generation, size, md5)
     except InvalidSpec as error:
         if context.store.has_cancel(run):
             return _cancel_unread(context, run, source)
         return _reject(context, run, source, error.problems, b"")
-    return _submit(context, run, source, data, digest_of(place, again, data))
+    return _submit(context, run, source, data, digest_of(f"gs://{bucket}/{name}", again, data))
 
 
 def ignore_object(context: Context, bucket: str, name: str, generation: str) -> None:
@@ -113,7 +113,7 @@ def submit_uri(context: Context, uri: str, request: Request) -> Record:
         data = _read_uri(context, uri)
     except InvalidSpec as error:
         return _reject(context, run, _source(request), error.problems, b"")
-    return _submit(context, run, f"{_source(request)} {uri}", data, _intent(request, data, uri))
+    return _submit(context, run, _source(request, uri), data, _intent(request, data, uri))
 
 
 def _intent(request: Request, data: bytes, uri: str = "") -> str:
@@ -126,15 +126,22 @@ def run_of_request(settings: Settings, request: Request) -> str:
     return names.run_id_of_message(request.key, "" if request.topic == settings.requests_topic else request.topic)
 
 
-def _source(request: Request) -> str:
-    """The source of a run: Record.topic reads the topic again."""
-    return f"topic {request.topic} message {request.key}"
+def _source(request: Request, uri: str = "") -> Source:
+    """Where the request of a message came from. `uri` is that of its spec, if it is in an object."""
+    return Source(text=f"topic {request.topic} message {request.key} {uri}".rstrip(), topic=request.topic)
 
 
 def accept_again(context: Context, run: str) -> Record:
-    """Recreate the record of a run after submit crashed between record and spec, which is an object of its own."""
-    store = context.store
-    source = store.read(names.open_object(run)).data.decode()
+    """Recreate the record of a run after submit crashed between record and spec, which is an object of its own.
+
+    Raises Malformed if the open mark does not say where the request came from.
+    """
+    store, mark = context.store, names.open_object(run)
+    try:
+        source = Source.model_validate_json(store.read(mark).data)
+    except ValidationError as error:
+        problem = f"the open mark {mark} does not say where the request came from: {first_problem(error)}"
+        raise Malformed(problem) from None
     return _submit(context, run, source, store.read(names.spec_object(run)).data)
 
 
@@ -264,15 +271,15 @@ def _envelope_problem(data: bytes) -> SpecProblem | None:
     return SpecProblem("", "the message is not a request", found, _ENVELOPES)
 
 
-def _submit(context: Context, run: str, source: str, data: bytes, intent: str = "") -> Record:
+def _submit(context: Context, run: str, source: Source, data: bytes, intent: str = "") -> Record:
     """Accept or reject a spec as `run`, or let it join the run of the same request; without `intent`, it joins none."""
     try:
         spec = with_defaults(parse_spec(data), policy_of(context.settings.policy))
         admission.check(context.cloud, spec)
-        check_name(context, spec, topic_of(source))
+        check_name(context, spec, source.topic)
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)
-    mine = Intent(run=run, source=redact(source))
+    mine = Intent(run=run, source=source)
     held = claim(context.store, intent, mine, context.now()) if intent else mine
     if held.run == run:
         return _accept(context, mine, spec)
@@ -284,11 +291,12 @@ def _submit(context: Context, run: str, source: str, data: bytes, intent: str = 
 
 def _join(context: Context, record: Record, mine: Intent) -> None:
     """Answer a request that joined a run, and tell people once. A cancel of the request ends a run that still works."""
-    notice = notices.joined(mine.source, record.run)
-    context.log("joined", stage="submit", run=record.run, severity="NOTICE", source=mine.source)
+    source = mine.source.text
+    notice = notices.joined(source, record.run)
+    context.log("joined", stage="submit", run=record.run, severity="NOTICE", source=source)
     if not record.state.is_terminal and context.store.has_cancel(mine.run, record.topic):
         cancel(context, record.run, cause=context.store.early_cause(mine.run, record.topic))
-    if problem := answer_joined(context, record, notice, mine.run, mine.source):
+    if problem := answer_joined(context, record, notice, mine.run, source):
         raise CloudError(ErrorClass.TRANSIENT, problem)
     if record.state is not RunState.REJECTED:  # by another delivery, just now
         warn(context, record, context.store.spec(record.run), notice)
@@ -307,31 +315,36 @@ def _accept(context: Context, intent: Intent, spec: JobSpec) -> Record:
     record = Record(
         run=run,
         name=spec.name,
-        source=source,
+        source=source.text,
+        topic=source.topic,
         state=RunState.ACCEPTED,
         created=now,
-        submitter=_submitter(context, source),
+        submitter=source.submitter,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
         resources=[],
-        about=about(spec),
+        about=about(spec, most_usd(spec)),
         spec=json.loads(text) if is_inside else None,
     )
     if not store.create(record):
         return resume(context, store.record(run))
-    context.log("accepted", stage="submit", run=run, source=source)
+    context.log("accepted", stage="submit", run=run, source=source.text)
     return _begin(context, record, spec, None)
 
 
-def _submitter(context: Context, source: str) -> str:
+def source_of_object(context: Context, bucket: str, name: str, generation: str) -> Source:
+    """Where the request of an object in the specs bucket came from: the object, and who dropped it in the console."""
+    text = f"gs://{bucket}/{name}#{generation}"
+    return Source(text=text, submitter=_submitter(context, bucket, name, generation))
+
+
+def _submitter(context: Context, specs_bucket: str, name: str, generation: str) -> str:
     """Who dropped the spec in the console; "" for a spec from elsewhere.
 
     The metadata of an object is what its writer wrote. It counts only where nobody but the console's account may write.
     """
-    settings = context.settings
-    name, _, generation = source.removeprefix(f"gs://{settings.specs_bucket}/").rpartition("#")
-    if not (settings.console_topic and name.startswith(names.CONSOLE_SPECS_PREFIX)):
+    if not (context.settings.console_topic and name.startswith(names.CONSOLE_SPECS_PREFIX)):
         return ""
-    bucket = context.cloud.clients.storage().bucket(settings.specs_bucket)
+    bucket = context.cloud.clients.storage().bucket(specs_bucket)
     blob = bucket.get_blob(name, generation=int(generation), timeout=TIMEOUT_SECONDS)
     named = str((blob.metadata or {}).get(names.SUBMITTER, "")) if blob else ""
     return named if names.is_email(named) else ""
@@ -353,17 +366,18 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
     return record.claimed(start_execution(context.cloud, record.run))
 
 
-def _cancel_unread(context: Context, run: str, source: str) -> Record:
+def _cancel_unread(context: Context, run: str, source: Source) -> Record:
     """The record of a run whose spec was deleted, or cancelled, before it was read: the run has ended."""
     now, cause = context.now(), context.store.early_cause(run, "")
     history = [Transition(state=RunState.CANCELLED, time=now)]
     record = Record(
         run=run,
         name="",
-        source=redact(source),
+        source=source.text,
+        topic=source.topic,
         state=RunState.CANCELLED,
         created=now,
-        submitter=_submitter(context, source),
+        submitter=source.submitter,
         history=history,
         cancel_requested=now,
         cancelled_by=cause.person,
@@ -371,36 +385,36 @@ def _cancel_unread(context: Context, run: str, source: str) -> Record:
     )
     if not context.store.create(record):
         return resume(context, context.store.record(run))
-    context.log("cancelled before it was read", stage="submit", run=run, source=source)
+    context.log("cancelled before it was read", stage="submit", run=run, source=source.text)
     tell_unstarted(context, record)
     return record
 
 
-def _reject(context: Context, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
+def _reject(context: Context, run: str, source: Source, problems: list[SpecProblem], data: bytes) -> Record:
     store = context.store
     if existing := store.find(run):
         return resume(context, existing)  # another delivery has accepted a spec that this delivery could not read
-    now, submitter = context.now(), _submitter(context, source)
-    source = redact(source)
+    now = context.now()
     listed: list[dict[str, JsonValue]] = [
         {field: text and redact(text) for field, text in problem._asdict().items()} for problem in problems
     ]
     record = Record(
         run=run,
         name=_name(data),
-        source=source,
+        source=source.text,
+        topic=source.topic,
         state=RunState.REJECTED,
         created=now,
-        submitter=submitter,
+        submitter=source.submitter,
         history=[Transition(state=RunState.REJECTED, time=now)],
         problems=listed,
     )
-    errors = {"run": run, "source": source, "errors": listed}
+    errors = {"run": run, "source": source.text, "errors": listed}
     store.put_new(names.errors_object(run), json.dumps(errors, indent=2, ensure_ascii=False).encode())
     if not store.create(record):
         return resume(context, store.record(run))
     texts = [str(problem) for problem in problems]
-    context.log("rejected", stage="submit", run=run, source=source, severity="WARNING", problems=texts)
+    context.log("rejected", stage="submit", run=run, source=source.text, severity="WARNING", problems=texts)
     tell(context, record)
     return record
 

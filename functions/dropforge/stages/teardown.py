@@ -9,10 +9,11 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Literal
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, OverQuota
 from dropforge.context import Context
-from dropforge.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.run.record import Ledger, LedgerEntry, Outcome, Record, ResourceState, RunState
+from dropforge.stages.deletion import delete_all, note_endpoint_ended, note_gone, with_endpoint_ended
 from dropforge.tell.run_events import announce
 
 from .answers import Ended, Gone, Pending, Superseded, superseded
@@ -104,7 +105,7 @@ def _end(context: Context, record: Record, outcome: Outcome, is_kept: bool, gone
         if latest.execution != execution or latest.state.is_terminal or (cancelled and is_kept):
             return latest
         state, now = RunState.CANCELLED if cancelled else outcome.state, context.now()
-        ended = latest.entered(state, now).model_copy(update={"error": outcome.error, "callback_url": None})
+        ended = evolve(latest.entered(state, now), error=outcome.error, callback_url=None)
         return ended if is_kept else with_endpoint_ended(ended, now)
 
     return context.store.update(record.run, change)
@@ -174,5 +175,5 @@ def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None
     if record.execution != execution or record.state.is_terminal or scope != "run":
         return record
     if record.outcome is None and outcome is not None:
-        record = record.model_copy(update={"outcome": outcome})
+        record = evolve(record, outcome=outcome)
     return _without_waiting_attempt(record, now).entered(RunState.TEARING_DOWN, now)

@@ -16,7 +16,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.base.figures import NOT_FINITE, duration
 from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
-from dropforge.money import short_endpoint
+from dropforge.money.limits import short_endpoint
 from dropforge.run.events import RunEvent
 from dropforge.run.record import Endpoint, Notice, Record, RunState, Tone
 from dropforge.spec import JobSpec

@@ -1,9 +1,10 @@
-"""The notices that stages send about a run. money.py has those about limits, rollout/telling.py those of endpoints."""
+"""The notices that stages send about a run. money/limits.py has those about limits, rollout/telling.py of endpoints."""
 
 from __future__ import annotations
 
 from datetime import date, datetime
 
+from dropforge.base.changes import evolve
 from dropforge.base.figures import usd
 from dropforge.base.redact import cut
 from dropforge.run.record import MAX_REASON, Attempt, Endpoint, Notice, Record, Tone
@@ -89,7 +90,7 @@ def endpoint_lost(record: Record, endpoint: Endpoint, now: datetime) -> Notice:
         f"{endpoint.service} does not exist any more, and its time was not over: it was deleted from outside. "
         f"What is left of the endpoint is deleted as well; the model is kept"
     )
-    gone = record.model_copy(update={"endpoint": endpoint.model_copy(update={"ended": now})})
+    gone = evolve(record, endpoint=evolve(endpoint, ended=now))
     actions = {"details": f"dropforge status {record.run}"}
     return Notice(ENDPOINT_LOST, "has lost its endpoint", text, actions=actions, cost=cost_of(gone, now))
 

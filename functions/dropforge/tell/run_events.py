@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
@@ -107,7 +108,7 @@ def answer_joined(context: Context, record: Record, notice: Notice, repeat: str,
     mine = notice._replace(key=f"joined-{repeat}")
     event = notice_event(record, mine, context.settings, context.now())
     details = {**event.details, "joined": repeat, "source": source}
-    return publish(context, event.model_copy(update={"details": details}))
+    return publish(context, evolve(event, details=details))
 
 
 def answer_ignored(context: Context, run: str, uri: str, text: str) -> None:

@@ -153,7 +153,7 @@ def _call(
     """Call chat.postMessage; return the `ts` of the new message. Its errors are answers with the status 200."""
     from slack_sdk import errors  # from the package, not `slack_sdk.errors`: see Clients.slack
 
-    reply = {"thread_ts": thread, "reply_broadcast": is_shown} if thread else {}
+    reply: dict[str, Any] = {"thread_ts": thread, "reply_broadcast": is_shown} if thread else {}
     try:
         answer = cloud.clients.slack_bot(token).chat_postMessage(
             channel=address.channel, text=message.text, blocks=message.blocks, unfurl_links=False, unfurl_media=False,

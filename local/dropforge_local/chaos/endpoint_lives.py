@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
@@ -164,7 +165,7 @@ def _train(world: World, cloud: EndpointCloud, run: str, number: int, ttl: str =
     record = Record(run=run, state=RunState.SUCCEEDED, history=states, **about)
     day = f"{began:%Y-%m-%d}"
     cloud.storage.put(RUNS, names.day_key_object(day), DAY_KEY.encode())
-    cloud.context.store.create(record.model_copy(update={"key_day": day}))
+    cloud.context.store.create(evolve(record, key_day=day))
     has_canary = number % 2 and not isinstance(cloud.place, NamedVms)
     canary = {"canary": {"percent": 20, "for": "30m"}} if has_canary else {}
     times = {"startup_timeout": "20m", "ttl": ttl or world.random.choice(("7d", "7d", "7d", "4h"))}

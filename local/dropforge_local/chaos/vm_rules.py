@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
 from dropforge.endpoints.record import EndpointRecord
 
+from .endpoint_history import EndpointLife
 from .endpoint_lives import SWEEP_SECONDS, USD_PER_HOUR
-
-if TYPE_CHECKING:
-    from .endpoint_rules import EndpointLife
 
 DRAIN_SECONDS = 305.0  # DROPFORGE_ENDPOINT_DRAIN_SECONDS: the ttl of a record and the longest answer
 SKEW_SECONDS = 4.0
@@ -22,43 +18,6 @@ LATE_SECONDS = 1900.0  # the longest stall, and then the longest delay of a call
 COMES_BACK_WITHIN = 2 * SWEEP_SECONDS + 3600.0 + 900.0
 LOOK_SECONDS = 1.0  # from the look at a machine to the change, without a fault
 YOUNG_SECONDS = 60.0  # the sweep leaves what is newer alone
-
-
-@dataclass
-class Vm:
-    """A queued resource or a node of a revision. A node has an address once it runs.
-
-    `lost` is when it ended from outside, `deleting` when dropforge began to delete it; infinite: never.
-    """
-
-    name: str
-    revision: str
-    number: int
-    created: float
-    address: str = ""
-    running: float = float("inf")
-    answered: float = float("inf")
-    lost: float = float("inf")
-    deleting: float = float("inf")
-    gone: float = float("inf")
-
-    @property
-    def ended(self) -> float:
-        return min(self.lost, self.deleting, self.gone)
-
-
-class Pointed(NamedTuple):
-    """When a name got an address; "": when it got none."""
-
-    time: float
-    address: str
-
-
-class Look(NamedTuple):
-    """When a sweep that met no fault began and ended."""
-
-    began: float
-    ended: float
 
 
 def a_name_gets_the_address_of_a_checked_machine(life: EndpointLife) -> Iterator[str]:

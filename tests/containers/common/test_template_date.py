@@ -17,7 +17,7 @@ from containers.common.model import base_day
 from containers.common.template_date import freeze, shows_today
 from containers.common.training_template import training_tokenizer
 from dropforge.run.artifacts import Source
-from dropforge.spec.job import Model
+from dropforge.spec.sections import Model
 
 from ..names import DATA
 

@@ -14,7 +14,7 @@ from containers.common.errors import BAD_CONFIG, JobError
 from containers.common.tokenise import Tokeniser
 from containers.common.training_template import training_tokenizer
 from dropforge.rows import Row
-from dropforge.spec.job import Model
+from dropforge.spec.sections import Model
 
 OWN = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}### Answer: {{ m.content }}"

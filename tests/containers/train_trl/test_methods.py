@@ -8,7 +8,7 @@ import shutil
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -16,9 +16,11 @@ from containers.common.errors import BAD_CONFIG, JobError
 from containers.common.model import base_day
 from containers.common.tokenise import Tokeniser
 from containers.train_maxtext import methods as maxtext_methods
-from containers.train_trl.methods import METHODS, Method, load_method
+from containers.train_trl import methods as trl_methods
+from containers.train_trl.methods import Method, load_method
 from dropforge.run.artifacts import Source
-from dropforge.spec import JobSpec, parse_spec, registry
+from dropforge.spec import parse_spec
+from dropforge.spec.methods import METHODS, method_of, trained_by
 
 from ..conftest import DATA, job_spec
 from ..lazy import Lazy
@@ -27,20 +29,14 @@ callbacks = Lazy("containers.train_trl.callbacks")
 train = Lazy("containers.train_trl.train")
 
 
-def test_each_method_of_the_spec_is_in_an_image() -> None:
-    training = JobSpec.model_fields["training"].annotation
-    assert training is not None
-    declared = get_args(training.model_fields["method"].annotation)
-    assert {*METHODS, *maxtext_methods.METHODS} == set(declared)
-
-
-def test_a_target_takes_no_method_that_its_image_lacks() -> None:
-    images = {"cloud_run": METHODS, "gke": METHODS, "tpu_vm": maxtext_methods.METHODS, "ray": maxtext_methods.METHODS}
-    for target in registry.classes("target"):
-        assert set(target.methods) <= set(images[target.type_name()]), target.type_name()
-
-
 @pytest.mark.parametrize("name", METHODS)
+def test_each_method_of_the_spec_is_in_the_images_of_its_trainers(name: str) -> None:
+    images = {"trl": trl_methods, "maxtext": maxtext_methods}
+    for trainer in method_of(name).trainers:
+        assert (Path(str(images[trainer].__file__)).parent / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize("name", trained_by("trl"))
 def test_a_method_has_the_functions_of_the_protocol(name: str) -> None:
     functions = {key: value for key, value in vars(Method).items() if inspect.isfunction(value) and key[0] != "_"}
     assert set(functions) == {"read_examples", "build_trainer", "evaluate", "metrics", "describe"}

@@ -37,7 +37,7 @@ def sent() -> dict[str, Any]:
     spec = parse_spec((ROOT / "examples" / "ray-llama3-8b.json").read_bytes())
     settings = settings_with(gke_cluster="standing", train_ray_image="train-ray")
     started = datetime(2026, 11, 23, tzinfo=UTC)
-    return ray_job_manifest(Launch("text-to-sql-0123456789ab", 1, 0, spec, settings, started, 3600))
+    return ray_job_manifest(Launch("text-to-sql-0123456789ab", 1, 0, spec, settings, started, 3600, key=""))
 
 
 def built(version: str, ray_version: str) -> dict[str, dict[str, Any]]:

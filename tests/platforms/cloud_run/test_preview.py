@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dropforge.base.errors import InvalidSpec
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.cloud_run.catalog import PREVIEWS
 from dropforge.platforms.cloud_run.preview import preview_values, with_launch_stage
 from dropforge.platforms.cloud_run.serve import service_request
@@ -35,7 +35,7 @@ def spec_of(**changes: Any) -> JobSpec:
 
 
 def launch(seconds: int = 7200, **changes: Any) -> Launch:
-    return Launch("run-1", 1, 0, spec_of(**changes), settings_with(), NOW, seconds)
+    return Launch("run-1", 1, 0, spec_of(**changes), settings_with(), NOW, seconds, key="")
 
 
 def job(seconds: int = 7200, **changes: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.gke import serve, workload
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
@@ -70,7 +70,7 @@ def spec(target: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
 
 def launch(target: dict[str, Any] | None = None, placement: int = 0, **changes: Any) -> Launch:
     deadline = datetime(2026, 11, 20, 14, tzinfo=UTC)
-    return Launch(RUN, 2, placement, spec(target, **changes), SETTINGS, deadline, 7200)
+    return Launch(RUN, 2, placement, spec(target, **changes), SETTINGS, deadline, 7200, key="")
 
 
 def pod_spec(launch: Launch) -> dict[str, Any]:

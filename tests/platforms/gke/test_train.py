@@ -77,7 +77,7 @@ def launch(behave: str, settings: Settings = SETTINGS, timeout_seconds: int = 60
     }
     run = f"{behave}-{uuid.uuid4().hex[:12]}"
     deadline = datetime.now(UTC) + timedelta(seconds=timeout_seconds)
-    return Launch(run, 1, 0, parse_spec(json.dumps(spec).encode()), settings, deadline, timeout_seconds)
+    return Launch(run, 1, 0, parse_spec(json.dumps(spec).encode()), settings, deadline, timeout_seconds, key="")
 
 
 @dataclass

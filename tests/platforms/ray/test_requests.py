@@ -39,7 +39,7 @@ def spec(**target: Any) -> JobSpec:
 
 
 def launch(job_spec: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
-    return Launch(RUN, 1, placement, job_spec or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
+    return Launch(RUN, 1, placement, job_spec or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600, key="")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def launch(**target: Any) -> Launch:
         "serve": None,
     }
     deadline = datetime.now(UTC) + timedelta(seconds=600)
-    return Launch(f"ray-{uuid.uuid4().hex[:12]}", 1, 0, parse_spec(json.dumps(spec).encode()), RAY, deadline, 600)
+    return Launch(
+        f"ray-{uuid.uuid4().hex[:12]}", 1, 0, parse_spec(json.dumps(spec).encode()), RAY, deadline, 600, key=""
+    )
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from dropforge.cloud import tpu
 from dropforge.cloud.listing import Listed
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
-from dropforge.plan import make_plan
+from dropforge.money.plan import make_plan
 from dropforge.platforms.tpu_vm import serve
 from dropforge.platforms.tpu_vm.serve import TpuVmServer
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node
@@ -105,7 +105,7 @@ def test_one_spec_replaces_tutorial_002() -> None:
 def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
     spec = parse_spec(KEPT.read_bytes().replace(b"on_demand", b"guaranteed"))
     run = "kept-0123456789ab"
-    training_vm = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
+    training_vm = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600, key=""))
     latest = str(int((NOW + timedelta(hours=8, minutes=20)).timestamp()))
     assert training_vm.labels[names.EXPIRES_LABEL] == latest
     assert training_vm.tags == ("dropforge-server",)
@@ -163,7 +163,7 @@ def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
     ],
 )
 def test_states_decide(resource: Any, tpu_node: Any, phase: Phase, error_class: ErrorClass | None) -> None:
-    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600)
+    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600, key="")
     status = status_of(resource, tpu_node, machine(attempt))
     assert (status.phase, status.error_class) == (phase, error_class)
 
@@ -225,7 +225,7 @@ def test_the_sweep_sees_training_and_serving_machines(monkeypatch: pytest.Monkey
 
 
 def test_a_machine_in_the_queue_says_its_state_and_what_it_means() -> None:
-    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600)
+    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600, key="")
     waiting = status_of(queued("WAITING_FOR_RESOURCES"), None, machine(attempt)).wait_reason
     assert waiting == "the queued resource is WAITING_FOR_RESOURCES: Cloud TPU has no capacity for it yet"
     assert status_of_node(node("CREATING"), NAME).wait_reason == "the node is being created"

@@ -82,7 +82,7 @@ def launch(behave: str, secrets: dict[str, str] | None = None, **target: Any) ->
     }
     run = f"{behave}-{uuid.uuid4().hex[:12]}"
     deadline = datetime.now(UTC) + timedelta(seconds=600)
-    return Launch(run, 1, 0, parse_spec(json.dumps(spec).encode()), SETTINGS, deadline, 600)
+    return Launch(run, 1, 0, parse_spec(json.dumps(spec).encode()), SETTINGS, deadline, 600, key="")
 
 
 @dataclass

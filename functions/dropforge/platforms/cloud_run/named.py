@@ -22,6 +22,7 @@ from dropforge.platforms.named import (
     Candidate,
     Counted,
     Fence,
+    NamedServer,
     Reached,
     RevisionGone,
     Share,
@@ -43,7 +44,7 @@ LATEST = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST"
 Json = dict[str, Any]
 
 
-class NamedService:
+class NamedService(NamedServer):
     """See `NamedServer` for the contract of each verb."""
 
     keeps_instances = False  # without a share, a revision scales to zero

@@ -27,6 +27,7 @@ from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import (
     START_HINT,
     Deployment,
+    Server,
     compile_variables,
     endpoint_labels,
     server_environment,
@@ -47,7 +48,7 @@ LOOK_SECONDS = 0.2
 PROBE_PERIOD_SECONDS = 5
 
 
-class CloudRunService:
+class CloudRunService(Server):
     """See `Server` for the contract of each verb."""
 
     def region(self, deployment: Deployment) -> str:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.guess import one_of
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
+from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
@@ -82,7 +83,7 @@ class CloudRunTarget(TargetSpec):
     def larger(self) -> Iterator[CloudRunTarget]:
         regions = {placement.region for placement in self.placements}
         for changes in _larger_machines(self.accelerator, self.cpu, self.memory_gib, regions):
-            yield self.model_copy(update=changes)
+            yield evolve(self, **changes)
 
     @property
     def offered_places(self) -> tuple[str, ...]:
@@ -156,7 +157,7 @@ class CloudRunServe(ServeSpec):
 
     def larger(self) -> Iterator[CloudRunServe]:
         for changes in _larger_machines(self.accelerator, self.cpu, self.memory_gib, {self.region} - {None}):
-            yield self.model_copy(update=changes)
+            yield evolve(self, **changes)
 
     def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
         yield from gpu_problems("serve_vllm", self.accelerator, CLOUD_RUN_DRIVERS, "/serve/accelerator")

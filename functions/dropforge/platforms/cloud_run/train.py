@@ -19,7 +19,16 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Phase, Status, Waits, class_of_exit, container_variables, run_labels
+from dropforge.platforms.training import (
+    Launch,
+    Phase,
+    Status,
+    Target,
+    Waits,
+    class_of_exit,
+    container_variables,
+    run_labels,
+)
 from dropforge.spec import JobSpec
 
 from .catalog import cloud_run_price, cloud_run_regions
@@ -50,7 +59,7 @@ _CONFIG_REASONS = frozenset(
 )
 
 
-class CloudRunJobs:
+class CloudRunJobs(Target):
     """See `Target` for the contract of each verb."""
 
     def regions(self, spec: JobSpec) -> list[str]:

@@ -21,6 +21,7 @@ from dropforge.platforms.named import (
     Candidate,
     Counted,
     Fence,
+    NamedServer,
     Reached,
     RevisionGone,
     Share,
@@ -49,7 +50,7 @@ DEPLOYMENT, POD = ("apps/v1", "Deployment"), ("v1", "Pod")
 DRAIN_SECONDS = 285  # for unfinished answers of an ending server: its pod ends within 300 s
 
 
-class NamedDeployments:
+class NamedDeployments(NamedServer):
     """See `NamedServer` for the contract of each verb."""
 
     keeps_instances = True

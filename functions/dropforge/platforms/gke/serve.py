@@ -20,7 +20,7 @@ from dropforge.cloud.kubernetes import Kubernetes
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.serving import START_HINT, Deployment
+from dropforge.platforms.serving import START_HINT, Deployment, Server
 from dropforge.platforms.training import Waits
 from dropforge.spec import JobSpec
 
@@ -44,7 +44,7 @@ from .workload import (
 )
 
 
-class GkeDeployment:
+class GkeDeployment(Server):
     """See `Server` for the contract of each verb."""
 
     def region(self, deployment: Deployment) -> str:

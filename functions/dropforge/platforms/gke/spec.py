@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
+from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
@@ -150,7 +151,7 @@ class GkeTarget(ClusterTarget):
 
     def larger(self) -> Iterator[GkeTarget]:
         for changes in _larger_nodes(self.accelerator, self.accelerator_count):
-            yield self.model_copy(update=changes)
+            yield evolve(self, **changes)
 
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
@@ -244,7 +245,7 @@ class GkeServe(ServeSpec):
 
     def larger(self) -> Iterator[GkeServe]:
         for changes in _larger_nodes(self.accelerator, self.accelerator_count):
-            yield self.model_copy(update=changes)
+            yield evolve(self, **changes)
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         region = self.region or job.target.placements[0].region

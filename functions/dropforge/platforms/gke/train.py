@@ -25,7 +25,7 @@ from dropforge.cloud.kubernetes import CLUSTER, Object
 from dropforge.cloud.listing import Listed, Unlisted, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
-from dropforge.platforms.training import Launch, Phase, Status, Waits
+from dropforge.platforms.training import Launch, Phase, Status, Target, Waits
 from dropforge.spec import JobSpec
 
 from .catalog import GKE_CLUSTER_PRICE, gke_price
@@ -36,7 +36,7 @@ JOB = "batch.k8s.io/Job"
 JOB_NAME = "batch.kubernetes.io/job-name"  # the label that a Job gives to its pods
 
 
-class GkeJobs:
+class GkeJobs(Target):
     """See `Target` for the contract of each verb."""
 
     def regions(self, spec: JobSpec) -> list[str]:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
-from dropforge.spec.kinds import Accelerators, one_sold
+from dropforge.spec.job_spec import Accelerators, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Wrong
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 class RayTarget(ClusterTarget):
     """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
 
-    methods = ("sft", "pretrain")
     trainer = "maxtext"
     cluster_addons = {"addonsConfig": {"rayOperatorConfig": {"enabled": True}}}
 
@@ -126,7 +126,7 @@ class RayTarget(ClusterTarget):
         for topology in GKE_TPUS[self.accelerator].topologies:
             slice_ = tpu_slice(self.accelerator, topology)
             if slice_ is not None and slice_.hosts * slice_.chips > chips:
-                yield self.model_copy(update={"topology": topology})
+                yield evolve(self, topology=topology)
 
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:

@@ -23,6 +23,7 @@ from dropforge.platforms.named import (
     Candidate,
     Counted,
     Fence,
+    NamedServer,
     Reached,
     RevisionGone,
     Share,
@@ -44,7 +45,7 @@ LOOK_SECONDS = 1.0
 GONE_WAIT_SECONDS = 20.0  # the wait of one call for the end of machines
 
 
-class NamedTpuVms:
+class NamedTpuVms(NamedServer):
     """See `NamedServer` for the contract of each verb."""
 
     keeps_instances = False

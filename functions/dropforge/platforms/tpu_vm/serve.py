@@ -22,6 +22,7 @@ from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import (
     START_HINT,
     Deployment,
+    Server,
     compile_variables,
     endpoint_labels,
     server_environment,
@@ -45,7 +46,7 @@ _HINTS = {
 }
 
 
-class TpuVmServer:
+class TpuVmServer(Server):
     """See `Server` for the contract of each verb."""
 
     def region(self, deployment: Deployment) -> str:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_image, check_training
 from dropforge.spec.demand import Demand
 from dropforge.spec.guess import one_of
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, one_sold
+from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
@@ -57,7 +58,6 @@ class TpuVmPlacement(Part):
 class TpuVmTarget(TargetSpec):
     """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
 
-    methods = ("sft", "pretrain")
     trainer = "maxtext"
     placement_key = "zone"
 
@@ -117,7 +117,7 @@ class TpuVmTarget(TargetSpec):
         zones = {placement.zone for placement in self.placements}
         for name in _larger_machines(self.accelerator_type):
             if zones <= set(TPU_VMS[name].zones):
-                yield self.model_copy(update={"accelerator_type": name})
+                yield evolve(self, accelerator_type=name)
 
     @property
     def offered_places(self) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ class TpuVmServe(OneMachine):
 
     def larger(self) -> Iterator[TpuVmServe]:
         for name in _larger_machines(self.accelerator_type):
-            yield self.model_copy(update={"accelerator_type": name})
+            yield evolve(self, accelerator_type=name)
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         zone = self.zone

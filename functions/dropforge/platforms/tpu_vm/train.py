@@ -29,6 +29,7 @@ from dropforge.platforms.training import (
     Launch,
     Phase,
     Status,
+    Target,
     Waits,
     access_variables,
     class_of_exit,
@@ -58,7 +59,7 @@ _QUEUE = {
 _RESUMES = "training resumes from its last checkpoint"
 
 
-class TpuVms:
+class TpuVms(Target):
     """See `Target` for the contract of each verb."""
 
     def regions(self, spec: JobSpec) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import ErrorClass
 from dropforge.base.redact import cut
 from dropforge.cloud.context import Cloud
@@ -46,4 +47,4 @@ def read_written(cloud: Cloud, bucket: str, name: str, run: str, attempt: int, k
         message, problem = "a machine's status is not readable", cut(str(error), 300)
         cloud.log(message, stage="await", run=run, severity="WARNING", resource=name, problem=problem)
         return None
-    return written.model_copy(update={"message": cut(written.message, MAX_MESSAGE)})
+    return evolve(written, message=cut(written.message, MAX_MESSAGE))

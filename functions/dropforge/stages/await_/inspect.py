@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
 from dropforge.context import Context
-from dropforge.money import due, running_since, seconds_to_warning
-from dropforge.platforms.training import Phase, Status, launch_of
+from dropforge.money.limits import due, running_since, seconds_to_warning
+from dropforge.platforms.training import NO_KEY, Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import Checkpointed, read_job_events
 from dropforge.run.record import Notice, Outcome, Record, RunError, RunState
@@ -274,10 +275,10 @@ def _succeeded(context: Context, record: Record, spec: JobSpec, manifest: Manife
         if not is_current(latest):
             return latest
         trained = _in_training(latest, attempt, context.now()).with_end(attempt, None, context.now())
-        return _in_teardown(trained.model_copy(update={"metrics": metrics}), outcome, context.now())
+        return _in_teardown(evolve(trained, metrics=metrics), outcome, context.now())
 
     if spec.serve is not None and spec.serve.keeps_machine:  # before the workflow tears down the attempt
-        launch = launch_of(record, spec, context.settings)
+        launch = launch_of(record, spec, context.settings, key=NO_KEY)
         resources = context.platforms.target(spec.target.type).resources(launch)
         store.keep(record.run, [resource.name for resource in resources])
     record = store.update(record.run, change)
@@ -310,13 +311,13 @@ def _in_teardown(record: Record, outcome: Outcome | None, now: datetime) -> Reco
     """
     if outcome is None or record.cancel_requested or record.state is not RunState.TRAINING:
         return record
-    return record.model_copy(update={"outcome": record.outcome or outcome}).entered(RunState.TEARING_DOWN, now)
+    return evolve(record, outcome=record.outcome or outcome).entered(RunState.TEARING_DOWN, now)
 
 
 def _before_teardown(record: Record) -> Record:
     """The record of a run in teardown as it was when it trained, for the message of that."""
     is_after = record.state is RunState.TEARING_DOWN
-    return record.model_copy(update={"state": RunState.TRAINING}) if is_after else record
+    return evolve(record, state=RunState.TRAINING) if is_after else record
 
 
 def _gate(spec: JobSpec, metrics: dict[str, float | None]) -> Gate:
@@ -337,7 +338,7 @@ def _status(context: Context, record: Record, spec: JobSpec) -> Status | None:
     """The attempt's status in the cloud; None if the cloud does not answer."""
     target = context.platforms.target(spec.target.type)
     try:
-        launch = launch_of(record, spec, context.settings, context.store.key(record.run))
+        launch = launch_of(record, spec, context.settings, key=context.store.key(record.run))
         return target.inspect(context.cloud, launch)
     except CloudError as error:
         context.log(error.message, stage="await", run=record.run, severity="WARNING", error_class=error.error_class)

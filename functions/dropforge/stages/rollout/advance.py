@@ -8,13 +8,14 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.endpoints import shared
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
 from dropforge.endpoints.shared import Adapter
-from dropforge.money import serving_price
+from dropforge.money.limits import serving_price
 from dropforge.platforms.named import Candidate, Counted, Fence, Reached, RevisionGone, Share
 from dropforge.platforms.serving import START_HINT, Deployment, Served, endpoint_key
 from dropforge.platforms.training import Waits, launch_of
@@ -168,7 +169,7 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
         return _wait(context, record, mine, found.reason, until=_start_ends(candidate.deployment.spec, mine))
 
     def change(latest: EndpointRecord) -> EndpointRecord:
-        named = latest.with_revision(mine.revision, lambda r: r.model_copy(update={"revision": found.revision}))
+        named = latest.with_revision(mine.revision, lambda r: evolve(r, revision=found.revision))
         return named.entered(mine.id, RolloutState.CHECKING, context.now())
 
     context.endpoints.update(record.name, change)
@@ -177,7 +178,7 @@ def _deploy(context: Context, record: EndpointRecord, mine: Rollout) -> Answer |
 
 def _candidate(context: Context, record: EndpointRecord, revision: Revision, rollout: str) -> Candidate:
     run, spec = context.store.record(revision.run), context.store.spec(revision.run)
-    launch = launch_of(run, spec, context.settings, context.store.key(revision.run))
+    launch = launch_of(run, spec, context.settings, key=context.store.key(revision.run))
     adapters = tuple(
         Served(each.name, each.run, each.digest, context.store.key(each.run)) for each in revision.adapters
     )
@@ -271,13 +272,13 @@ def _note_start(context: Context, record: EndpointRecord, revision: Revision) ->
     if start:
         changed = {"start": start}
         context.endpoints.update(
-            record.name, lambda latest: latest.with_revision(revision.number, lambda r: r.model_copy(update=changed))
+            record.name, lambda latest: latest.with_revision(revision.number, lambda r: evolve(r, **changed))
         )
 
 
 def _note_parity(context: Context, record: EndpointRecord, mine: Rollout, parity: Parity) -> None:
     def change(latest: EndpointRecord) -> EndpointRecord:
-        return latest.with_revision(mine.revision, lambda r: r.model_copy(update={"parity": parity}))
+        return latest.with_revision(mine.revision, lambda r: evolve(r, parity=parity))
 
     context.endpoints.update(record.name, change)
 
@@ -313,7 +314,7 @@ def _note_seen(context: Context, record: EndpointRecord, mine: Rollout, seen: Se
         found = latest.rollout(mine.id)
         if found.state is not RolloutState.WATCHING or found.seen == seen:
             return latest
-        return latest.with_rollout(found.model_copy(update={"seen": seen, "wait_reason": reason}))
+        return latest.with_rollout(evolve(found, seen=seen, wait_reason=reason))
 
     context.endpoints.update(record.name, change)
 
@@ -512,7 +513,7 @@ def _wait(
             found = latest.rollout(mine.id)
             if found.state.is_terminal:
                 return latest
-            return latest.with_rollout(found.model_copy(update={"wait_reason": kept}))
+            return latest.with_rollout(evolve(found, wait_reason=kept))
 
         context.endpoints.update(record.name, change)
     return Pending(wait_seconds=next_look_since(began, now, context.platforms.start_seconds(record.type), ends))

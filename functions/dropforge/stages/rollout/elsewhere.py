@@ -10,14 +10,17 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import JsonValue
+
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass, InvalidSpec, Malformed, NotFound, SpecProblem
 from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.context import Context
-from dropforge.index import about
+from dropforge.money.limits import most_usd
 from dropforge.run.events import Request
+from dropforge.run.index import about
 from dropforge.run.origin import Origin, bucket_and_run, find_origin, keep_origin, read_other, read_other_record
 from dropforge.run.record import Attempt, Record, RunState, Transition
 from dropforge.spec import JobSpec, parse_spec
@@ -69,7 +72,7 @@ def rights(bucket: str) -> str:
     )
 
 
-def find_model(context: Context, uri: str, endpoint: str, changes: Any) -> Model:
+def find_model(context: Context, uri: str, endpoint: str, changes: dict[str, JsonValue]) -> Model:
     """The model at a URI. `changes` are fields of `serve` that differ from the spec of its run. Raises Refused."""
     if problem := why_not_here(uri, context.settings):
         raise Refused(problem, f"an operator can add a bucket to Terraform's model_buckets: {PAGE}")
@@ -106,6 +109,8 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
         run=run,
         name=spec.name,
         source=redact(f"topic {request.topic} message {request.key} {model.origin.uri}"),
+        topic=request.topic,
+        origin=model.origin.uri,
         state=RunState.SUCCEEDED,
         created=now,
         submitter=request.by,
@@ -113,7 +118,7 @@ def add_run(context: Context, model: Model, run: str, request: Request) -> Recor
         attempts=[Attempt(number=number, placement=0, region=region, **trained)],
         metrics=model.origin.manifest.metrics,
         resources=[],
-        about=about(spec),
+        about=about(spec, most_usd(spec)),
     )
     store.create(store.with_key(record))
     return store.record(run)
@@ -132,10 +137,8 @@ def _asked(look: Callable[[], T], bucket: str) -> T:
         raise Unreadable(f"gs://{bucket} may not be read: {cut(found.message, 300)}", rights(bucket)) from None
 
 
-def _spec_here(settings: Settings, uri: str, text: bytes, endpoint: str, changes: Any) -> JobSpec:
+def _spec_here(settings: Settings, uri: str, text: bytes, endpoint: str, changes: dict[str, JsonValue]) -> JobSpec:
     """The spec of a run of another deployment, as this deployment serves its model. Raises Refused."""
-    if not isinstance(changes, dict):
-        raise Refused(f"with is {cut(repr(changes), 60)}; expected fields of `serve`, such as region", PAGE)
     try:
         given = json.loads(text)
         serve = given.get("serve") or {}

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from itertools import count
 
 from dropforge.base import names
+from dropforge.base.changes import evolve
 from dropforge.base.errors import DropforgeError, ErrorClass, InvalidSpec, Malformed, SpecProblem
 from dropforge.cloud.executions import find_rollout, start_rollout
 from dropforge.context import Context
@@ -22,7 +23,7 @@ from dropforge.platforms.serving import Deployment
 from dropforge.run.artifacts import read_manifest
 from dropforge.run.record import Record, RunError
 from dropforge.spec import JobSpec, parts, seconds
-from dropforge.spec.kinds import ServeSpec
+from dropforge.spec.job_spec import ServeSpec
 
 START_WITHIN = timedelta(seconds=30)  # of a request; an execution that is lost before it is noted is started again
 UNFIT = (ErrorClass.GATE, ErrorClass.PARITY)
@@ -65,7 +66,7 @@ def put_behind(
         _check_room([], spec.name, record.topic, endpoint)  # before there is a record
     deployment = Deployment(record.run, spec, context.settings, context.now(), endpoint=endpoint)
     place = {"type": spec.serve.type, "region": region, "service": server.service_name(deployment), "base": base}
-    wanted = _rollout(context, rollout, "deploy", who, record.run).model_copy(update={"canary": canary})
+    wanted = evolve(_rollout(context, rollout, "deploy", who, record.run), canary=canary)
     new = EndpointRecord(name=endpoint, source=record.topic, created=context.now(), **place)
     context.endpoints.create(new)
 
@@ -79,7 +80,7 @@ def put_behind(
             _check_base(latest, base)
         if base is not None:
             _check_room(latest.adapters, spec.name, record.topic, endpoint)
-        return latest.model_copy(update={**place, "service": service}).with_rollout(wanted)
+        return evolve(latest, **{**place, "service": service}).with_rollout(wanted)
 
     return _request(context, endpoint, rollout, change)
 
@@ -127,7 +128,7 @@ def go_back(context: Context, endpoint: str, rollout: str, who: str, topic: str)
         if latest.current is None and not latest.previous:
             raise Refused(nothing_before(latest), f"`dropforge serve RUN --as {endpoint}` serves the model of any run")
         ended, canary = _without_canary(context, latest, "a rollback was requested")
-        asked = _rollout(context, rollout, "rollback", who).model_copy(update={"ends": canary})
+        asked = evolve(_rollout(context, rollout, "rollback", who), ends=canary)
         return ended.with_rollout(asked)
 
     return _request(context, endpoint, rollout, change)
@@ -144,7 +145,7 @@ def remove(context: Context, endpoint: str, model: str, rollout: str, who: str, 
             raise Refused(f"endpoint {endpoint} serves no model {model!r} of a run; it serves: {known}")
         if len(latest.adapters) > 1:  # the others get a new revision; the end of the last one ends the endpoint
             _check_money(context, latest)
-        asked = _rollout(context, rollout, "remove", who, found.run).model_copy(update={"model": model})
+        asked = evolve(_rollout(context, rollout, "remove", who, found.run), model=model)
         return latest.with_rollout(asked)
 
     return _request(context, endpoint, rollout, change)
@@ -204,7 +205,7 @@ def suspend(context: Context, record: EndpointRecord, rollout: str, who: str) ->
         ended = latest.without_rollout(error, now)
         is_moving = ended.current is not None and ended.current.state is RolloutState.SHIFTING
         if not latest.stable and not is_moving:  # nothing serves; the failed rollout deletes the service
-            return ended.in_period(now).model_copy(update={"suspended": now})
+            return evolve(ended.in_period(now), suspended=now)
         return ended.with_rollout(_rollout(context, rollout, "suspend", who))
 
     return _request(context, record.name, rollout, change)
@@ -417,7 +418,7 @@ def _without_canary(context: Context, record: EndpointRecord, why: str) -> tuple
 def _resumed(context: Context, record: EndpointRecord, rollout: str, who: str) -> EndpointRecord:
     """A record whose endpoint is to answer again. One that has no model yet only waits for its first."""
     if not record.stable:
-        return record.model_copy(update={"suspended": None})
+        return evolve(record, suspended=None)
     return record.with_rollout(_rollout(context, rollout, "resume", who))
 
 

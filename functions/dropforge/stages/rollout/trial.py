@@ -17,9 +17,10 @@ from dropforge.endpoints.record import EndpointRecord
 from dropforge.endpoints.store import EndpointStore
 from dropforge.run.events import Request
 from dropforge.run.store import RunStore
+from dropforge.spec.request import ServeRequest
 
 from .elsewhere import is_elsewhere
-from .messages import apply
+from .messages import apply, read
 
 
 def check_change(context: Context, content: dict[str, Any], topic: str) -> None:
@@ -28,9 +29,8 @@ def check_change(context: Context, content: dict[str, Any], topic: str) -> None:
     It accepts every model of another deployment, of which the function makes a copy first. Raises DropforgeError and
     GoogleAPIError if the caller cannot read what the function reads.
     """
-    ((change, arguments),) = content.items()
-    run = arguments.get("run") if change == "serve" and isinstance(arguments, dict) else None
-    if isinstance(run, str) and is_elsewhere(context.settings, run):
+    change = read(content)
+    if isinstance(change, ServeRequest) and is_elsewhere(context.settings, change.serve.run):
         return
     with suppress(Accepted):
         apply(Trial(context.cloud, context.platforms), content, Request(topic, "trial", "trial"))

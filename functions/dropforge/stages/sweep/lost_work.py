@@ -15,13 +15,13 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import LIVE, find_execution, start_execution, state_of
 from dropforge.context import Context
-from dropforge.deletion import delete_remaining, end_endpoint
-from dropforge.money import due_of_budget
+from dropforge.money.limits import due_of_budget
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import launch_of
+from dropforge.platforms.training import NO_KEY, launch_of
 from dropforge.run.record import END_TOLD, Record, RunState
+from dropforge.stages.deletion import delete_remaining, end_endpoint
 from dropforge.stages.ending import finish
-from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
+from dropforge.stages.submit import accept_again, note_execution, resume, source_of_object, submit_object
 from dropforge.tell.everybody import tell, tell_unstarted, warn
 from dropforge.tell.notices import ENDPOINT_LOST, endpoint_ended, endpoint_lost
 
@@ -78,7 +78,8 @@ def submit(context: Context, blob: Dropped, now: datetime) -> str:
     message = "a spec that was dropped and has no run"
     context.log(message, stage="sweep", run=run, severity="WARNING", resource=blob.name)
     # No event repeats this submission: the open mark makes the next sweep look at the run until its end was announced.
-    store.put_new(names.open_object(run), f"gs://{bucket}/{blob.name}#{generation}".encode(), "text/plain")
+    source = source_of_object(context, bucket, blob.name, generation)
+    store.put_new(names.open_object(run), source.model_dump_json().encode())
     record = submit_object(context, bucket, blob.name, generation, blob.size, blob.again)
     if record.run != run:  # it has joined another run
         store.close(run)
@@ -181,7 +182,7 @@ def _has_lost_endpoint(context: Context, record: Record, listed: frozenset[str])
     spec = store.spec(record.run)
     assert spec.serve is not None, "only a run that serves has an endpoint"
     assert record.endpoint is not None, "only a served run gets here"
-    launch = launch_of(record, spec, context.settings)
+    launch = launch_of(record, spec, context.settings, key=NO_KEY)
     deployment = Deployment(record.run, spec, context.settings, record.endpoint.expires, launch)
     if context.platforms.server(spec.serve.type).exists(context.cloud, deployment):
         return False

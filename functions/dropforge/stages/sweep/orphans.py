@@ -18,11 +18,11 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, Unlisted, is_named_endpoint, is_of_deployment
 from dropforge.context import Context
-from dropforge.deletion import delete_resource
 from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.serving import Server
 from dropforge.platforms.training import Target
 from dropforge.run.record import Record, ResourceState, RunState
+from dropforge.stages.deletion import delete_resource
 
 WORKERS = 16
 LOOK_SECONDS = 1.0  # between two rounds of deleting

@@ -5,11 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from .base import names
-from .base.errors import CloudError, ErrorClass, OverQuota
-from .base.redact import cut
-from .context import Context
-from .run.record import Ledger, LedgerEntry, Record, ResourceState
+from dropforge.base import names
+from dropforge.base.changes import evolve
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
+from dropforge.base.redact import cut
+from dropforge.context import Context
+from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState
 
 
 class Deleted(NamedTuple):
@@ -102,4 +103,4 @@ def with_endpoint_ended(record: Record, now: datetime) -> Record:
     """The record with the end of its endpoint, if it has an endpoint; a noted time stays."""
     if record.endpoint is None or record.endpoint.ended:
         return record
-    return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": now})})
+    return evolve(record, endpoint=evolve(record.endpoint, ended=now))

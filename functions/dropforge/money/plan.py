@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 
-from .base import names
-from .base.settings import Settings
-from .cloud.resource import Resource
-from .control_plane import usage_of_training
-from .fit.batch import Batch, batch_of
-from .fit.phases import Row, phase_rows
-from .fit.shape import ModelShape
-from .money import endpoint_seconds, most_usd, short_endpoint, training_seconds
-from .platforms import get_server, get_target
-from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
-from .platforms.serving import Deployment
-from .platforms.training import Launch
-from .spec import JobSpec
-from .spec.advice import advice
+from dropforge.base import names
+from dropforge.base.settings import Settings
+from dropforge.cloud.resource import Resource
+from dropforge.fit.batch import Batch, batch_of
+from dropforge.fit.phases import Row, phase_rows
+from dropforge.fit.shape import ModelShape
+from dropforge.money.control_plane import usage_of_training
+from dropforge.money.limits import endpoint_seconds, most_usd, short_endpoint, training_seconds
+from dropforge.platforms import get_server, get_target
+from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import NO_KEY, Launch
+from dropforge.spec import JobSpec
+from dropforge.spec.advice import advice
 
 OLD_PRICE = timedelta(days=180)
 UNKNOWN_DIGEST = "0" * 12  # digest of bucket, object and generation: the upload decides the generation
@@ -106,7 +106,7 @@ def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: dat
 def _launch(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> Launch:
     """Return the first attempt, at the given placement."""
     allowed = training_seconds(spec, get_target(spec.target.type).price(spec, index))
-    return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed)
+    return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed, key=NO_KEY)
 
 
 def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:

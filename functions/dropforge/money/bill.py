@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from .base.figures import usd
-from .endpoints.record import EndpointRecord
-from .run.summary import Summary
+from dropforge.base.figures import usd
+from dropforge.endpoints.record import EndpointRecord
+from dropforge.run.summary import Summary
 
 NONE = "-"  # the group of runs without the label, or without a spec that this version reads
 LABEL = "label:"

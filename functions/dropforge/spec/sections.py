@@ -1,30 +1,22 @@
-"""The job spec, version 1: the contract with users, and the source of schemas/job_spec.schema.json.
+"""The sections of a job spec that are the same wherever a run trains and serves.
 
-The fields that depend on where a run trains and serves are in the platforms' own classes (kinds.py). Validators at the
-end of each class check the rules that JSON Schema cannot express.
+Validators at the end of each class check the rules that JSON Schema cannot express.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
-
-from dropforge.base import names
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from .chat_template import problem_of
-from .kinds import AnyServe, AnyTarget
+from .methods import OneOfMethods
 from .metrics import METRICS, MetricName
 from .parts import (
-    NAMED_KEYS,
     Duration,
-    EnvName,
-    LabelKey,
-    LabelValue,
-    Name,
     Part,
     SecretName,
     Wrong,
@@ -33,16 +25,6 @@ from .parts import (
     ruled,
 )
 
-SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
-# A secret's value must not replace what the platform, the startup script of a TPU VM, the loader or the shell reads.
-# Cloud Run reserves some of them too (https://cloud.google.com/run/docs/container-contract).
-RESERVED_VARIABLES = re.compile(
-    "(DROPFORGE|GOOGLE|GCE|GCLOUD|CLOUDSDK|CLOUD_RUN|KUBERNETES|K|LD|BASH|DOCKER|RAY|TPU|JAX|XLA|CUDA|NVIDIA)_.*"
-    "|PYTHON.*|.*_EMULATOR_HOST|PATH|HOME|USER|SHELL|SHELLOPTS|ENV|IFS|PORT|HOSTNAME|TMPDIR"
-    "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
-)
-# https://cloud.google.com/resource-manager/docs/labels-overview: Cloud Run, GKE and others refuse users' own
-_GOOGLE_LABELS = "goog-"
 # Names that no public server has, and IP addresses. The resolved address is checked again before each call.
 _LOCAL_HOST = re.compile(
     r"(^|\.)(local|localhost|internal|intranet|lan|home|corp|test|invalid|[0-9]+|0x[0-9a-f]*)$", re.I
@@ -290,7 +272,7 @@ class Training(Part):
     sft starts with the model's weights. pretrain starts with random weights; the model gives shapes and tokenizer.
     """
 
-    method: Literal["sft", "pretrain"] = Field(
+    method: Annotated[str, OneOfMethods()] = Field(
         default="sft",
         description="sft: supervised fine-tuning of the model. pretrain: random weights learn synthetic data.",
     )
@@ -615,91 +597,3 @@ class Notify(Part):
         hosts = [("/notify/webhook/url", self.webhook.host)] if self.webhook and self.webhook.url else []
         people = enumerate(self.email.to) if self.email else ()
         return hosts + [(f"/notify/email/to/{i}", address.rpartition("@")[2].lower()) for i, address in people]
-
-
-class JobSpec(Part):
-    """A fine-tuning job: the model, its data, the place of the training, and the use of the result."""
-
-    model_config = ConfigDict(title="dropforge job spec", defer_build=True)  # until the platforms are known
-
-    schema_uri: str | None = Field(default=None, alias="$schema", description="For editors: the URI of this schema.")
-    api_version: Literal["dropforge/v1"] = Field(description="The version of the job spec.")
-    name: Name = Field(
-        description="A name for people; also the name of the served model. Several runs may have the same name."
-    )
-    model: Model = Field(description="The base model.")
-    dataset: AnyDataset = Field(description="The training data.")
-    training: Training = Field(default=Training(), description="How to train.")
-    target: AnyTarget = Field(description="Where to train.")
-    evaluation: Evaluation | None = Field(
-        default=None,
-        description="Measures the model before and after the training. Default: the training reports only its loss.",
-    )
-    serve: AnyServe | None = Field(description="Where to serve the model; null: train only.")
-    limits: Limits = Field(default=Limits(), description="The limits of the run's cost, duration and retries.")
-    notify: Notify = Field(default=Notify(), description="Who gets messages about the run.")
-    secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(
-        default={},
-        max_length=32,
-        description="Environment variables of the training. Each value is the name of a secret: `NAME` or "
-        "`NAME:VERSION`.",
-    )
-    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(
-        default={}, max_length=32, description="Labels of the run and of every resource that it creates."
-    )
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """The model and the data sets, by their place in the spec."""
-        evaluated, data = self.evaluation.source if self.evaluation else None, self.dataset.source
-        listed = {"": data} if isinstance(data, str) else {f"/{place}": uri for place, uri in enumerate(data)}
-        sources = {"/model/source": self.model.source}
-        sources |= {f"/dataset/source{place}": uri for place, uri in listed.items()}
-        return {**sources, "/evaluation/source": evaluated} if evaluated else sources
-
-    @model_validator(mode="after")
-    def _parts_match(self) -> JobSpec:
-        self._check_names_are_free()
-        self.target.check(self)
-        self._check_dataset_fits_method()
-        if self.serve is not None:
-            self.serve.check(self)
-        return self
-
-    def _check_names_are_free(self) -> None:
-        if taken := next((name for name in self.secrets if RESERVED_VARIABLES.fullmatch(name)), None):
-            expected = "the name of a variable that only the model's hub or its code reads, such as HF_TOKEN"
-            raise Wrong(f"/secrets/{taken}", "a variable that decides how the container runs", taken, expected)
-        if taken := next(filter(names.is_own_label, self.labels), None):
-            expected = f"another name: neither {names.MANAGED_BY} nor {names.OWN_LABELS}…"
-            raise Wrong(f"/labels/{taken}", "a label that dropforge sets itself", taken, expected)
-        if taken := next((key for key in self.labels if key.startswith(_GOOGLE_LABELS)), None):
-            raise Wrong(f"/labels/{taken}", "a label that only Google sets", taken, f"no {_GOOGLE_LABELS}…")
-
-    def _check_dataset_fits_method(self) -> None:
-        synthetic = isinstance(self.dataset, SyntheticDataset)
-        if self.training.method == "pretrain" and not synthetic:
-            expected = '{"type": "synthetic"}, or training.method \'sft\''
-            raise Wrong("/dataset", "pre-training takes synthetic data", self.dataset.source, expected)
-        if synthetic and self.training.method != "pretrain":
-            raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", "training.method 'pretrain'")
-        if synthetic and self.evaluation is not None:
-            raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
-        if isinstance(self.dataset, Dataset) and self.evaluation is not None:
-            self._check_evaluation_has_other_rows(self.dataset, self.evaluation)
-
-    def _check_evaluation_has_other_rows(self, dataset: Dataset, evaluation: Evaluation) -> None:
-        source, split = evaluation.source, evaluation.split or dataset.split
-        in_buckets = dataset.sources[0].startswith("gs://")
-        same = source in (None, *dataset.sources) and (split == dataset.split or in_buckets)
-        if same and (evaluation.source or evaluation.split):
-            found, expected = (
-                evaluation.source or evaluation.split,
-                "another source or split, or holdout_fraction alone",
-            )
-            raise Wrong("/evaluation", "these are the rows of the training", found, expected)
-
-
-def job_spec_schema() -> dict[str, Any]:
-    """The JSON Schema of a job spec, for schemas/ and for editors."""
-    return {"$id": SCHEMA_ID, **JobSpec.model_json_schema(by_alias=True)}

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from .platforms import get_server, get_target
-from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
-from .run.record import Attempt, Notice, Record
-from .spec import JobSpec, seconds, serving_seconds
+from dropforge.platforms import get_server, get_target
+from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.run.record import Attempt, Notice, Record
+from dropforge.spec import JobSpec, seconds, serving_seconds
 
 MIN_ATTEMPT_SECONDS = 60  # the shortest time for which starting a machine is worthwhile
 # The shortest endpoint that is worth starting: training may not spend its price.

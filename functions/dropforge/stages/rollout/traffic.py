@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
 
-from .base.errors import DropforgeError
-from .base.redact import cut, redact
-from .cloud.classify import client_errors
-from .context import Context
-from .endpoints.record import EndpointRecord, EndpointState
-from .platforms.named import Counted
+from dropforge.base.errors import DropforgeError
+from dropforge.base.redact import cut, redact
+from dropforge.cloud.classify import client_errors
+from dropforge.context import Context
+from dropforge.endpoints.record import EndpointRecord, EndpointState
+from dropforge.platforms.named import Counted
 
 INTERVAL = timedelta(hours=1)
 EVERY = timedelta(minutes=1)  # as often as the metrics are written

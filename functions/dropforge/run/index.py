@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .base.errors import Malformed, NotFound
-from .money import most_usd
-from .run.record import About
-from .run.store import RunStore
-from .run.summary import Summary
-from .spec import JobSpec
+from dropforge.base.errors import Malformed, NotFound
+from dropforge.spec import JobSpec
+
+from .record import About
+from .store import RunStore
+from .summary import Summary
 
 READERS = 16  # parallel requests
 
@@ -28,15 +28,15 @@ class Index(NamedTuple):
     unreadable: list[Malformed]
 
 
-def about(spec: JobSpec) -> About:
-    """The part of a spec that lists of runs show."""
+def about(spec: JobSpec, most_usd: float | None) -> About:
+    """The part of a spec that lists of runs show. `most_usd` is the most that its run costs, at present prices."""
     gate = spec.evaluation.gate if spec.evaluation else None
     return About(
         target=spec.target.type,
         model=spec.model.source,
         labels=spec.labels,
         metric=gate.metric if gate else "",
-        most_usd=most_usd(spec),
+        most_usd=most_usd,
     )
 
 

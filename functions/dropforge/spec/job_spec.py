@@ -1,24 +1,42 @@
-"""The two open parts of a spec, `target` and `serve`: each platform has its own classes.
+"""The job spec, version 1: the contract with users, and the source of schemas/job_spec.schema.json.
 
-`TargetSpec` and `ServeSpec` are the base classes. JobSpec's fields have the types `AnyTarget` and `AnyServe`. These
-become unions of the registered classes when the first spec is read, so this package never imports a platform.
+Two of its parts are open, `target` and `serve`: each platform has its own classes, whose base classes are here. The
+fields of JobSpec have the types `AnyTarget` and `AnyServe`. These become unions of the registered classes when the
+first spec is read, so this package never imports a platform. The other parts are in sections.py.
 """
 
 from __future__ import annotations
 
+import re
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from dropforge.base import names
 
-from . import registry
+from . import methods, registry
 from .guess import named, one_of
 from .machine import Machine
-from .parts import Budget, Canary, EndpointName, Part, Wrong, seconds
+from .methods import Trainer
+from .parts import (
+    NAMED_KEYS,
+    Budget,
+    Canary,
+    EndpointName,
+    EnvName,
+    LabelKey,
+    LabelValue,
+    Name,
+    Part,
+    SecretName,
+    Wrong,
+    seconds,
+)
+from .sections import AnyDataset, Dataset, Evaluation, Limits, Model, Notify, SyntheticDataset, Training
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -27,10 +45,19 @@ if TYPE_CHECKING:
     from dropforge.base.settings import Settings
 
     from .demand import Demand
-    from .job import JobSpec
     from .parts import PlacementSpec
 
 
+SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
+# A secret's value must not replace what the platform, the startup script of a TPU VM, the loader or the shell reads.
+# Cloud Run reserves some of them too (https://cloud.google.com/run/docs/container-contract).
+RESERVED_VARIABLES = re.compile(
+    "(DROPFORGE|GOOGLE|GCE|GCLOUD|CLOUDSDK|CLOUD_RUN|KUBERNETES|K|LD|BASH|DOCKER|RAY|TPU|JAX|XLA|CUDA|NVIDIA)_.*"
+    "|PYTHON.*|.*_EMULATOR_HOST|PATH|HOME|USER|SHELL|SHELLOPTS|ENV|IFS|PORT|HOSTNAME|TMPDIR"
+    "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
+)
+# https://cloud.google.com/resource-manager/docs/labels-overview: Cloud Run, GKE and others refuse users' own
+_GOOGLE_LABELS = "goog-"
 MOST_ADAPTERS = 20  # of a shared endpoint
 MOST_RANK = 64  # of such an adapter: one of an 8B model takes 0.3 GiB, and vLLM keeps 8 in accelerator memory
 NO_ADAPTER = ("lm_head", "embed_tokens")
@@ -46,7 +73,13 @@ class Accelerators:
 
 
 class _Typed(Part):
-    """A part of a spec whose `type` selects the class. Each subclass has a single value of `type`."""
+    """A part of a spec whose `type` selects the class. Each subclass has a single value of `type`.
+
+    `needed` are the members that each platform declares, as a field or as a property. They have no abstract property
+    here: pydantic takes no field by the name of a property of a base class.
+    """
+
+    needed: ClassVar[tuple[str, ...]] = ("type",)
 
     if TYPE_CHECKING:
         type: str
@@ -59,6 +92,12 @@ class _Typed(Part):
         return str(name)
 
     @classmethod
+    def missing_members(cls) -> list[str]:
+        """What a platform must declare and this class does not."""
+        members = [name for name in cls.needed if name not in cls.model_fields and not hasattr(cls, name)]
+        return sorted({*members, *cls.__abstractmethods__})
+
+    @classmethod
     def sold(cls) -> Collection[str]:
         """The names of the accelerators that Google sells for this type."""
         return ()
@@ -67,25 +106,28 @@ class _Typed(Part):
 class TargetSpec(_Typed):
     """Where a run trains. Subclasses have their own `type` and the fields of their target.
 
-    `methods` are the values of training.method that the target takes. `placement_key` is the field of a placement that
+    `placement_key` is the field of a placement that
     says where: "region" or "zone". `trainer` is the software of the target's training container.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("sft",)
-    trainer: ClassVar[Literal["trl", "maxtext"]] = "trl"
+    trainer: ClassVar[Trainer] = "trl"
     placement_key: ClassVar[str] = "region"
+    needed: ClassVar[tuple[str, ...]] = ("type", "placements")
 
     if TYPE_CHECKING:
 
         @property
         def placements(self) -> Sequence[PlacementSpec]: ...
-        @property
-        def accelerators(self) -> Accelerators:
-            """The accelerators of an attempt."""
 
-        @property
-        def machine(self) -> Machine:
-            """The machine on which an attempt trains."""
+    @property
+    @abstractmethod
+    def accelerators(self) -> Accelerators:
+        """The accelerators of an attempt."""
+
+    @property
+    @abstractmethod
+    def machine(self) -> Machine:
+        """The machine on which an attempt trains."""
 
     @property
     def driver_machine(self) -> Machine:
@@ -119,10 +161,11 @@ class TargetSpec(_Typed):
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this target."""
         method = job.training.method
-        if method not in self.methods:
-            able = [cls.type_name() for cls in registry.classes("target") if method in cls.methods]
+        trainers = methods.method_of(method).trainers
+        if self.trainer not in trainers:
+            able = [cls.type_name() for cls in registry.classes("target") if cls.trainer in trainers]
             message = f"target {self.type} does not take this method"
-            expected = f"{' or '.join(map(repr, self.methods))}, or target {' or '.join(able)}"
+            expected = f"{methods.in_words(methods.trained_by(self.trainer))}, or target {' or '.join(able)}"
             raise Wrong("/training/method", message, method, expected)
 
     def demands(self) -> Iterator[Demand]:
@@ -156,6 +199,15 @@ class ServeSpec(_Typed):
     takes_names: ClassVar[bool] = False
     splits_requests: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    needed: ClassVar[tuple[str, ...]] = (
+        "type",
+        "max_model_len",
+        "max_num_seqs",
+        "startup_timeout",
+        "ttl",
+        "min_instances",
+        "max_instances",
+    )
 
     endpoint: EndpointName | None = Field(
         default=None,
@@ -195,8 +247,10 @@ class ServeSpec(_Typed):
         def min_instances(self) -> int: ...
         @property
         def max_instances(self) -> int: ...
-        def machine(self, job: JobSpec) -> Machine:
-            """The machine of an instance."""
+
+    @abstractmethod
+    def machine(self, job: JobSpec) -> Machine:
+        """The machine of an instance."""
 
     @model_validator(mode="after")
     def _may_have_the_name(self) -> Self:
@@ -333,3 +387,96 @@ AnyServe = Annotated[ServeSpec, _OneOf("serve")]
 def serving_seconds(serve: ServeSpec) -> int:
     """How long an endpoint may exist: to start, and then for its ttl."""
     return seconds(serve.startup_timeout) + seconds(serve.ttl)
+
+
+class JobSpec(Part):
+    """A fine-tuning job: the model, its data, the place of the training, and the use of the result."""
+
+    model_config = ConfigDict(title="dropforge job spec", defer_build=True)  # until the platforms are known
+
+    schema_uri: str | None = Field(default=None, alias="$schema", description="For editors: the URI of this schema.")
+    api_version: Literal["dropforge/v1"] = Field(description="The version of the job spec.")
+    name: Name = Field(
+        description="A name for people; also the name of the served model. Several runs may have the same name."
+    )
+    model: Model = Field(description="The base model.")
+    dataset: AnyDataset = Field(description="The training data.")
+    training: Training = Field(default=Training(), description="How to train.")
+    target: AnyTarget = Field(description="Where to train.")
+    evaluation: Evaluation | None = Field(
+        default=None,
+        description="Measures the model before and after the training. Default: the training reports only its loss.",
+    )
+    serve: AnyServe | None = Field(description="Where to serve the model; null: train only.")
+    limits: Limits = Field(default=Limits(), description="The limits of the run's cost, duration and retries.")
+    notify: Notify = Field(default=Notify(), description="Who gets messages about the run.")
+    secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(
+        default={},
+        max_length=32,
+        description="Environment variables of the training. Each value is the name of a secret: `NAME` or "
+        "`NAME:VERSION`.",
+    )
+    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(
+        default={}, max_length=32, description="Labels of the run and of every resource that it creates."
+    )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The model and the data sets, by their place in the spec."""
+        evaluated, data = self.evaluation.source if self.evaluation else None, self.dataset.source
+        listed = {"": data} if isinstance(data, str) else {f"/{place}": uri for place, uri in enumerate(data)}
+        sources = {"/model/source": self.model.source}
+        sources |= {f"/dataset/source{place}": uri for place, uri in listed.items()}
+        return {**sources, "/evaluation/source": evaluated} if evaluated else sources
+
+    @model_validator(mode="after")
+    def _parts_match(self) -> JobSpec:
+        self._check_names_are_free()
+        self.target.check(self)
+        self._check_dataset_fits_method()
+        if self.serve is not None:
+            self.serve.check(self)
+        return self
+
+    def _check_names_are_free(self) -> None:
+        if taken := next((name for name in self.secrets if RESERVED_VARIABLES.fullmatch(name)), None):
+            expected = "the name of a variable that only the model's hub or its code reads, such as HF_TOKEN"
+            raise Wrong(f"/secrets/{taken}", "a variable that decides how the container runs", taken, expected)
+        if taken := next(filter(names.is_own_label, self.labels), None):
+            expected = f"another name: neither {names.MANAGED_BY} nor {names.OWN_LABELS}…"
+            raise Wrong(f"/labels/{taken}", "a label that dropforge sets itself", taken, expected)
+        if taken := next((key for key in self.labels if key.startswith(_GOOGLE_LABELS)), None):
+            raise Wrong(f"/labels/{taken}", "a label that only Google sets", taken, f"no {_GOOGLE_LABELS}…")
+
+    def _check_dataset_fits_method(self) -> None:
+        synthetic, method = isinstance(self.dataset, SyntheticDataset), methods.method_of(self.training.method)
+        if method.data == "synthetic" and not synthetic:
+            expected = f'{{"type": "synthetic"}}, or training.method {methods.in_words(methods.taking("rows"))}'
+            raise Wrong("/dataset", f"{method.title} takes synthetic data", self.dataset.source, expected)
+        if synthetic and method.data != "synthetic":
+            expected = f"training.method {methods.in_words(methods.taking('synthetic'))}"
+            raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", expected)
+        if synthetic and self.evaluation is not None:
+            raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
+        gate = self.evaluation.gate if self.evaluation else None
+        if gate is not None and gate.metric not in method.metrics:
+            expected = f"one of {', '.join(method.metrics)}"
+            raise Wrong("/evaluation/gate/metric", f"{method.title} does not measure this", gate.metric, expected)
+        if isinstance(self.dataset, Dataset) and self.evaluation is not None:
+            self._check_evaluation_has_other_rows(self.dataset, self.evaluation)
+
+    def _check_evaluation_has_other_rows(self, dataset: Dataset, evaluation: Evaluation) -> None:
+        source, split = evaluation.source, evaluation.split or dataset.split
+        in_buckets = dataset.sources[0].startswith("gs://")
+        same = source in (None, *dataset.sources) and (split == dataset.split or in_buckets)
+        if same and (evaluation.source or evaluation.split):
+            found, expected = (
+                evaluation.source or evaluation.split,
+                "another source or split, or holdout_fraction alone",
+            )
+            raise Wrong("/evaluation", "these are the rows of the training", found, expected)
+
+
+def job_spec_schema() -> dict[str, Any]:
+    """The JSON Schema of a job spec, for schemas/ and for editors."""
+    return {"$id": SCHEMA_ID, **JobSpec.model_json_schema(by_alias=True)}
