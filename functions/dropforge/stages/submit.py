@@ -197,7 +197,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
 
     if not _URI.fullmatch(uri):
         raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", cut(repr(uri), 120), "gs://bucket/path")])
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    bucket, name = names.parse_gs_uri(uri)
     if not _may_hold_specs(bucket, context.settings):
         allowed = ", ".join([context.settings.specs_bucket, *_data_buckets(context.settings)])
         problem = SpecProblem("/spec_uri", "specs are not read from this bucket", f"gs://{bucket}", f"one of {allowed}")
