@@ -135,6 +135,18 @@ def test_a_change_that_the_function_would_refuse_is_refused_at_once(deployed: De
     assert (result.exit_code, "error: endpoint sql is suspended" in result.output) == (1, True), result.output
 
 
+def test_a_model_that_serves_already_needs_no_message(deployed: Deployed) -> None:
+    """No function answers here: a message would wait for two minutes for its effect."""
+    write_toml({**deployed.configuration, "rollout_workflow": "dropforge-rollout"})
+    serving(deployed, "sql")
+    run = deployed.record("job-000000000001", RunState.SUCCEEDED).run
+    result = deployed.run("serve", run, "--as", "sql")
+    said = "endpoint sql serves this model already, as revision 1: nothing was changed; `dropforge serve RUN --as sql"
+    assert (result.exit_code, result.stdout.startswith(said)) == (0, True), result.output
+    again = deployed.run("serve", run, "--as", "sql", "--again")
+    assert (again.exit_code, "cannot be served: it has no committed model" in again.stderr) == (1, True), again.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -107,6 +107,11 @@ class Revision(Stored):
     origin: str = ""
     start: dict[str, float] = {}
 
+    @property
+    def runs(self) -> list[str]:
+        """The runs whose models it serves."""
+        return [each.run for each in self.adapters] or [self.run]
+
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of that name."""
         return next((adapter for adapter in self.adapters if adapter.name == name), None)

@@ -16,6 +16,7 @@ from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.context import Context
+from dropforge.endpoints.record import Revision
 from dropforge.index import about
 from dropforge.run.events import Request
 from dropforge.run.origin import Origin, bucket_and_run, find_origin, keep_origin, read_other, read_other_record
@@ -93,6 +94,12 @@ def _spec_there(client: Any, bucket: str, record: Record) -> bytes:
     if record.spec is not None:
         return json.dumps(record.spec).encode()
     return read_other(client, bucket, names.spec_object(record.run), MAX_SPEC_BYTES)
+
+
+def is_copy_of(context: Context, model: Model, revision: Revision) -> bool:
+    """Whether a revision is a copy of a model that is served as a request wants it."""
+    is_same = (revision.origin, revision.digest) == (model.origin.uri, model.origin.digest)
+    return is_same and context.store.spec(revision.run) == model.spec
 
 
 def add_run(context: Context, model: Model, run: str, request: Request) -> Record:

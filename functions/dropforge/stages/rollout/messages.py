@@ -1,7 +1,7 @@
-"""Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary", "with"}}, {"rollback": endpoint},
-{"retire": endpoint}, {"retire": {"endpoint", "model"}} for a model of a shared endpoint, {"extend": {"endpoint",
-"ttl"}}, whose `ttl` null removes the expiry, and {"budget": {"endpoint", "usd", "per"}}, whose `usd` null removes the
-budget.
+"""Messages that change a named endpoint: {"serve": {"run", "endpoint", "canary", "with", "again"}}, {"rollback":
+endpoint}, {"retire": endpoint}, {"retire": {"endpoint", "model"}} for a model of a shared endpoint, {"extend":
+{"endpoint", "ttl"}}, whose `ttl` null removes the expiry, and {"budget": {"endpoint", "usd", "per"}}, whose `usd` null
+removes the budget.
 
 A message that changes nothing is answered by a run event: a repeat would change nothing either.
 """
@@ -9,13 +9,15 @@ A message that changes nothing is answered by a run event: a repeat would change
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.redact import cut
 from dropforge.context import Context
-from dropforge.endpoints.record import Canary
+from dropforge.endpoints.record import Canary, Revision
 from dropforge.run.events import Request
 from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
@@ -88,6 +90,7 @@ def _serve(context: Context, arguments: dict[str, Any], endpoint: str, rollout: 
         raise Refused(
             "`with` is for the model of another deployment: the spec of a run says how it is served", elsewhere.PAGE
         )
+    _check_new(context, arguments, endpoint, rollout, lambda revision: record.run in revision.runs)
     spec = context.store.spec(record.run)
     canary = _canary(context, arguments, spec, _named(context, f"the spec of run {record.run}", spec.serve))
     requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
@@ -100,6 +103,7 @@ def _serve_of_another_deployment(
     run, uri = names.copy_id(rollout), _text(arguments, "run")
     if (record := context.store.find(run)) is None:
         model = elsewhere.find_model(context, uri, endpoint, arguments.get("with", {}))
+        _check_new(context, arguments, endpoint, rollout, partial(elsewhere.is_copy_of, context, model))
         canary = _canary(context, arguments, model.spec, _named(context, f"the spec of {uri}", model.spec.serve))
         requests.check_request(context, model.spec, request.topic, canary is not None)
         record = elsewhere.add_run(context, model, run, request)
@@ -107,6 +111,18 @@ def _serve_of_another_deployment(
     assert spec.serve is not None, "another spec is refused"
     canary = _canary(context, arguments, spec, spec.serve)
     requests.put_behind(context, record, spec, endpoint, rollout, request.who, request.topic, canary)
+
+
+def _check_new(
+    context: Context,
+    arguments: dict[str, Any],
+    endpoint: str,
+    rollout: str,
+    is_asked: Callable[[Revision], bool],
+) -> None:
+    """Raises Unchanged for a model that serves already, unless the message asks for it `again`."""
+    if arguments.get("again") is not True:
+        requests.check_new(context, endpoint, rollout, is_asked)
 
 
 def _named(context: Context, what: str, serve: ServeSpec | None) -> ServeSpec:
