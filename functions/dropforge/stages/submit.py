@@ -66,7 +66,7 @@ def submit_object(
     try:
         data = read_spec(context, bucket, name, generation, size, md5)
     except InvalidSpec as error:
-        if context.store.has_cancel(run):
+        if context.store.has_cancel(run) and context.store.find(run) is None:
             return _cancel_unread(context, run, source)
         return _reject(context, run, source, error.problems, b"")
     return _submit(context, run, source, data, digest_of(place, again, data))
@@ -378,8 +378,11 @@ def _cancel_unread(context: Context, run: str, source: str) -> Record:
 
 def _reject(context: Context, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
     store = context.store
-    if existing := store.find(run):
-        return resume(context, existing)  # another delivery has accepted a spec that this delivery could not read
+    if existing := store.find(run):  # another delivery has accepted a spec that this delivery could not read
+        record = resume(context, existing)
+        if record.run != run:
+            _join(context, record, Intent(run=run, source=redact(source)))
+        return record
     now, submitter = context.now(), _submitter(context, source)
     source = redact(source)
     listed: list[dict[str, JsonValue]] = [
