@@ -144,6 +144,8 @@ def test_the_line_in_error_is_shown_but_never_beside_a_credential() -> None:
         ("GS://bucket/a", "did you mean 'gs://bucket/a'?"),
         ("gs:/bucket/a", "did you mean 'gs://bucket/a'?"),
         ("/gcs/bucket/a", "did you mean 'gs://bucket/a'?"),
+        ("https://storage.googleapis.com/b/x", "did you mean 'gs://b/x'?"),
+        ("gs://b/x", "expected gs://bucket/path, with 3 to 222 lower-case letters"),
         ("s3://bucket/a", "a bucket of another cloud"),
         ("https://github.com/a/b", "a repository of Git"),
         ("https://example.com/rows", "a URL, which the training does not read"),

@@ -182,7 +182,8 @@ def check_source(value: str) -> str:
     if value.startswith("gs://"):
         if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f]+", value):
             bucket = value.removeprefix("gs://").partition("/")[0]
-            raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, "gs://bucket/path")
+            expected = "gs://bucket/path, with 3 to 222 lower-case letters, digits, -, _ and . as the bucket"
+            raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, expected)
     elif answer := misnamed.instead(value):
         message, expected = answer
         raise Wrong("", message, value, expected)
