@@ -18,6 +18,7 @@ from dropforge.cloud.clients import Clients
 from dropforge.cloud.context import Cloud
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
+from dropforge.run.store import RunStore
 
 
 def settings_with(**changes: Any) -> Settings:
@@ -148,6 +149,13 @@ def context_with(
 def here() -> Context:
     """Return the context of the deployment that the environment names; `forget` drops it."""
     return Context(Cloud(Settings.from_environment(os.environ), _clients()))
+
+
+def intend(store: RunStore, run: str, kind: str, name: str, attempt: int) -> None:
+    """Enter the intent to create a resource in the ledger of a run."""
+    record = store.recall(run)
+    assert record is not None
+    assert store.intend_all(record, [(kind, name)], attempt, lambda _: True)
 
 
 def forget() -> None:

@@ -12,7 +12,7 @@ from dropforge_local.chaos.checker import Problem, check
 from dropforge_local.chaos.faults import STRIKES, Strike
 from dropforge_local.chaos.focus import Aim, cell_of, coverage
 from dropforge_local.chaos.history import History
-from dropforge_local.chaos.simulation import run, run_focused, run_struck
+from dropforge_local.chaos.simulation import run, run_focused, run_repeated, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
 from .display import counted
@@ -32,6 +32,7 @@ Simulation = tuple[str, Callable[[], History]]  # the options that replay a simu
 @click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run with only this fault.")
 @click.option("--each", is_flag=True, help="Strike one run at each of its effects with each fault, one at a time.")
 @click.option("--focused", is_flag=True, help="One run for each seed, struck once, in a state that the seed chooses.")
+@click.option("--repeated", is_flag=True, help="Users also send again what they have sent, and join a run by that.")
 @click.option(
     "--target",
     "targets",
@@ -47,6 +48,7 @@ def chaos(
     strike: str | None,
     each: bool,
     focused: bool,
+    repeated: bool,
     targets: tuple[str, ...],
     verbose: bool,
 ) -> None:
@@ -60,7 +62,7 @@ def chaos(
     cells: list[Aim | None] = []
     is_replay = seed is not None or strike is not None
     chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    simulations = list(_simulations(chosen, strike, each, focused, targets))
+    simulations = list(_simulations(chosen, strike, each, focused, repeated, targets))
     for options, simulate in counted(simulations, len(simulations), "simulations"):
         history = simulate()
         problems = check(history)
@@ -83,12 +85,13 @@ def chaos(
 
 
 def _simulations(
-    seeds: range, strike: str | None, each: bool, focused: bool, targets: tuple[str, ...]
+    seeds: range, strike: str | None, each: bool, focused: bool, repeated: bool, targets: tuple[str, ...]
 ) -> Iterator[Simulation]:
     options = "".join(f" --target {target}" for target in targets)
     if strike is None and not each:
         drawn = targets or tuple(TARGETS)
-        simulate, options = (run_focused, f" --focused{options}") if focused else (run, options)
+        simulate = run_focused if focused else run_repeated if repeated else run
+        options = " --focused" * focused + " --repeated" * (repeated and not focused) + options
         yield from ((f"--seed {seed}{options}", partial(simulate, seed, drawn)) for seed in seeds)
         return
     if len(targets) > 1:

@@ -28,8 +28,8 @@ from dropforge.spec import parts
 from dropforge.spec.parse import read_part
 from dropforge.spec.parts import DURATION, Canary
 from dropforge.stages.rollout.elsewhere import PAGE as ELSEWHERE
-from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_elsewhere
-from dropforge.stages.rollout.requests import Refused, money_problem
+from dropforge.stages.rollout.elsewhere import Unreadable, find_model, is_copy_of, is_elsewhere
+from dropforge.stages.rollout.requests import Refused, Unchanged, check_new, money_problem
 from dropforge.stages.rollout.traffic import Traffic, traffic
 from dropforge.stages.rollout.trial import check_change
 
@@ -109,8 +109,9 @@ def _columns(records: Sequence[EndpointRecord], asked: Traffic) -> list[Column]:
     help="Fields of `serve` that differ from the spec of a run of another deployment, such as "
     "`region=europe-west4,max_instances=2`.",
 )
+@click.option("--again", is_flag=True, help="Start its server anew if NAME serves this model already.")
 @state_option
-def serve(run: str, name: str, canary: str | None, changes: str | None, state: str | None) -> None:
+def serve(run: str, name: str, canary: str | None, changes: str | None, again: bool, state: str | None) -> None:
     """Put the model of a finished run behind a named endpoint, without training.
 
     RUN is its id, the beginning of its id, the name of one run with a model, or `latest`. The model of another
@@ -119,24 +120,34 @@ def serve(run: str, name: str, canary: str | None, changes: str | None, state: s
     deployment = connect(state)
     if not names.is_endpoint_name(name):
         raise CliError(parts.not_an_endpoint(name), f"{PAGE}#names")
-    wanted: dict[str, Any] = {} if canary is None else {"canary": canary_fields(canary)}
+    wanted: dict[str, Any] = {"endpoint": name, **({} if canary is None else {"canary": canary_fields(canary)})}
+    wanted |= {"again": True} if again else {}
     if is_elsewhere(deployment.settings, run):
-        fields = {} if changes is None else _fields(changes)
-        _check_elsewhere(deployment, run, name, fields)
-        change(deployment, name, serve={"run": run, "endpoint": name, "with": fields, **wanted})
-        return
-    if changes is not None:
+        wanted |= {"run": run, "with": {} if changes is None else _fields(changes)}
+    elif changes is not None:
         raise CliError("--with is for the model of another deployment", f"{ELSEWHERE} describes it")
-    run = find_one(deployment, run.rstrip("/").rpartition("/")[2], lambda found: found.has_trained, "has a model").run
-    change(deployment, name, serve={"run": run, "endpoint": name, **wanted})
-
-
-def _check_elsewhere(deployment: Deployment, uri: str, name: str, fields: dict[str, Any]) -> None:
-    """Check what the function will check, as far as the user may read the other bucket. Raises CliError."""
+    else:
+        found = find_one(deployment, run.rstrip("/").rpartition("/")[2], lambda each: each.has_trained, "has a model")
+        wanted["run"] = found.run
     try:
-        find_model(deployment.context, uri, name, fields)
+        if "with" in wanted:
+            _check_elsewhere(deployment, wanted)
+        change(deployment, name, serve=wanted)
+    except Unchanged as same:
+        echo(f"{same.message}; {same.hint}")
+
+
+def _check_elsewhere(deployment: Deployment, wanted: dict[str, Any]) -> None:
+    """Check what the function will check, as far as the user may read the other bucket. Raises CliError, Unchanged."""
+    name, context = wanted["endpoint"], deployment.context
+    try:
+        model = find_model(context, wanted["run"], name, wanted["with"])
+        if not wanted.get("again"):
+            check_new(context, name, "", lambda revision: is_copy_of(context, model, revision))
     except Unreadable:
         return  # the function's accounts may be allowed to
+    except Unchanged:
+        raise
     except Refused as refused:
         raise CliError(refused.message, refused.hint) from None
     except CloudError as error:
@@ -309,7 +320,8 @@ def _traffic_data(record: EndpointRecord, asked: Traffic) -> dict[str, Any]:
 def publish(deployment: Deployment, **change: Any) -> str:
     """Publish a change to the operations topic; return the id of its rollout.
 
-    Raises CliError if this deployment takes no changes, or if the function would refuse this change now.
+    Raises CliError if this deployment takes no changes, or if the function would refuse this change now; Unchanged if
+    it would change nothing.
     """
     settings = deployment.settings
     if not settings.operations_topic or not settings.rollout_workflow:
@@ -325,9 +337,11 @@ def publish(deployment: Deployment, **change: Any) -> str:
 
 
 def _check(deployment: Deployment, change: dict[str, Any], topic: str) -> None:
-    """Check what the function will check, as far as the user may read what it reads. Raises CliError."""
+    """Check what the function will check, as far as the user may read what it reads. Raises CliError, Unchanged."""
     try:
         check_change(deployment.context, change, topic)
+    except Unchanged:
+        raise
     except Refused as refused:
         raise CliError(refused.message, refused.hint) from None
     except (GoogleAPIError, DropforgeError):

@@ -22,6 +22,7 @@ import click
 
 from dropforge.base.errors import SpecProblem
 from dropforge.base.figures import duration
+from dropforge.base.names import parse_gs_uri
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.rows.files import BadFile
 from dropforge.rows.sample import GZIP
@@ -59,8 +60,8 @@ class Missing(NamedTuple):
 def put(path: Path, uri: str, make_bucket: bool, state: str | None) -> None:
     """Copy a file or a directory to a bucket, so that a spec can name it; prints its URI."""
     deployment = connect(state)
-    bucket, name = parts_of(uri)
-    if not uri.startswith("gs://") or not bucket or not name:
+    bucket, name = parse_gs_uri(uri) if re.match("gs://[^/]", uri) else ("", "")
+    if not name:
         raise CliError(f"the URI is {uri!r}; expected gs://BUCKET/NAME", f"such as gs://local-data/{path.name}")
     if not re.fullmatch(BUCKET, bucket):
         expected = "lower-case letters, digits, -, _ and ., with a letter or a digit at both ends"
@@ -181,7 +182,7 @@ def missing(spec: JobSpec, deployment: Deployment) -> dict[str, Missing]:
     found: dict[str, Missing] = {}
     for pointer, uri in spec.sources.items():
         if uri.startswith("gs://") and (what := _lacks(deployment.clients, uri, pointer)):
-            bucket, _ = parts_of(uri)
+            bucket, _ = parse_gs_uri(uri)
             is_directory = pointer == "/model/source" or uri.endswith("/") or is_glob(uri)
             target = f"{GLOB.split(uri)[0].rpartition('/')[0]}/" if is_glob(uri) else uri
             put_it = f"dropforge put {'DIRECTORY' if is_directory else 'FILE'} {target}"
@@ -207,12 +208,6 @@ def _lacks(clients: Clients, uri: str, pointer: str) -> Literal["", "bucket", "o
     except Forbidden:
         return ""
     return "" if found else "object"
-
-
-def parts_of(uri: str) -> tuple[str, str]:
-    """Return the bucket and the object of a gs:// URI."""
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
-    return bucket, name
 
 
 def make_secrets(spec: JobSpec, deployment: Deployment) -> list[str]:
@@ -255,7 +250,7 @@ def _channel_values(http: str) -> dict[str, str]:
 def upload_source(clients: Clients, uri: str) -> None:
     """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
     client = clients.storage()
-    _make_bucket(client, parts_of(uri)[0])
+    _make_bucket(client, parse_gs_uri(uri)[0])
     upload(client, SOURCES[uri](cache_directory()), uri)
 
 
@@ -271,7 +266,7 @@ def upload(client: Any, path: Path, uri: str) -> None:
     if path.is_dir():
         upload_directory(client, path, uri)
     else:
-        bucket, name = parts_of(uri)
+        bucket, name = parse_gs_uri(uri)
         client.bucket(bucket).blob(name).upload_from_filename(str(path), timeout=TIMEOUT_SECONDS)
 
 

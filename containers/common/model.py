@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dropforge.base.errors import ErrorClass
+from dropforge.base.names import parse_gs_uri
 from dropforge.platforms.images import unserved_model
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Source
@@ -20,7 +21,7 @@ def fetch_config(spec: JobSpec, client: Any, directory: Path) -> Path:
     """Download the base model's config.json alone. Raises JobError if a bucket has none."""
     source = spec.model.source
     if source.startswith("gs://"):
-        bucket, prefix = artifacts.parse_gs_uri(source)
+        bucket, prefix = parse_gs_uri(source)
         blob = client.bucket(bucket).blob(f"{prefix.rstrip('/')}/config.json")
         if not blob.exists():
             raise _no_config(source)
@@ -53,7 +54,7 @@ def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = 
 def base_day(client: Any, source: Source) -> date:
     """The day (UTC) on which the base model got its files: the same for all runs with this source."""
     if source.uri.startswith("gs://"):
-        bucket, prefix = artifacts.parse_gs_uri(source.uri)
+        bucket, prefix = parse_gs_uri(source.uri)
         newest: date = max(blob.updated for blob in client.list_blobs(bucket, prefix=f"{prefix.rstrip('/')}/")).date()
         return newest
     from huggingface_hub import list_repo_commits

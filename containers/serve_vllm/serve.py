@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
+from dropforge.base.names import parse_gs_uri
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.cloud.run_access import REQUEST_VARIABLE as ACCESS
@@ -147,7 +148,7 @@ def become_vllm(
         kept = fetch_compiled(compiled.CODE, clients.storage(), settings, run, model, arguments, directory)
         compiling = compiled.environment(directory)
         start.done("compiled code")
-    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    bucket, _ = parse_gs_uri(settings.model_uri)
     compiled.watch(start, settings.own_address, bucket, run, kept, environment)
     lent = lend(environment) if clients.run_credentials() else {}
     os.execvpe(command[0], command, {**os.environ, **lent, **compiling})
@@ -165,7 +166,7 @@ def become_vllm_tpu(
     if settings.compile_cache:
         kept = fetch_compiled(compiled.PROGRAMS, client, settings, manifest.run, model, arguments, directory)
         start.done("compiled code")
-    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    bucket, _ = parse_gs_uri(settings.model_uri)
     compiled.watch(start, settings.own_address, bucket, manifest.run, kept, clients.environment)
     command = vllm_tpu_argv(settings, str(work / "model"), parsers)
     compiling = compiled.tpu_environment(directory)
@@ -182,7 +183,7 @@ def fetch_compiled(
     directory: Path,
 ) -> compiled.Kept | None:
     """Get what a server of the run has compiled before; what this start must keep, None if there is nothing to keep."""
-    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    bucket, _ = parse_gs_uri(settings.model_uri)
     try:
         kept = compiled.kept(kind, bucket, run, directory, vllm_python(), arguments, read_config(client, model))
     except compiled.Unfit as error:
@@ -205,7 +206,7 @@ def working_directory(settings: Settings, engine: EngineName) -> Iterator[Path]:
 
 def find_model(client: Any, model_uri: str, run_key: str) -> Manifest:
     """The manifest of the model to serve, whose files are in the bucket. Raises DropforgeError if there is none."""
-    bucket, prefix = artifacts.parse_gs_uri(model_uri)
+    bucket, prefix = parse_gs_uri(model_uri)
     manifest = artifacts.read_manifest(client, bucket, prefix.split("/")[1], run_key)
     if manifest is None:
         raise DropforgeError(
@@ -225,7 +226,7 @@ def download(client: Any, settings: Settings, manifest: Manifest, directory: Pat
 
 def download_adapters(clients: Clients, settings: Settings, directory: Path) -> list[Loaded]:
     """Download the adapters that requests select by name. Raises DropforgeError for one that cannot be served."""
-    bucket, _ = artifacts.parse_gs_uri(settings.model_uri)
+    bucket, _ = parse_gs_uri(settings.model_uri)
     loaded = download_each(clients, bucket, settings.adapters, directory)
     if loaded:
         log("downloaded the adapters", stage="serve", adapters=[adapter.name for adapter in loaded])
@@ -234,7 +235,7 @@ def download_adapters(clients: Clients, settings: Settings, directory: Path) -> 
 
 def read_config(client: Any, model: str) -> dict[str, Any]:
     """The model's config.json; {} if it has none."""
-    bucket, prefix = artifacts.parse_gs_uri(model)
+    bucket, prefix = parse_gs_uri(model)
     blob = client.bucket(bucket).blob(f"{prefix}/config.json")
     config: dict[str, Any] = json.loads(blob.download_as_text()) if blob.exists() else {}
     return config
@@ -242,7 +243,7 @@ def read_config(client: Any, model: str) -> dict[str, Any]:
 
 def find_parsers(client: Any, model: str) -> Parsers:
     """The parsers of the model's thoughts and calls of tools, from the committed files."""
-    bucket, prefix = artifacts.parse_gs_uri(model)
+    bucket, prefix = parse_gs_uri(model)
     blob = client.bucket(bucket).blob(f"{prefix}/chat_template.jinja")
     template = blob.download_as_text() if blob.exists() else ""
     return choose_parsers(read_config(client, model).get("model_type", ""), template)
@@ -356,7 +357,7 @@ async def watch(
 
 def tell_start(settings: Settings, starting: compiled.Start, client: Any, kept: compiled.Kept | None) -> None:
     """Tell the parts of the start, then keep what the engine has compiled."""
-    bucket, prefix = artifacts.parse_gs_uri(settings.model_uri)
+    bucket, prefix = parse_gs_uri(settings.model_uri)
     starting.ready(client, bucket, prefix.split("/")[1])
     if kept:
         compiled.keep(client, kept)

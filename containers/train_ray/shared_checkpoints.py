@@ -18,8 +18,9 @@ from typing import Any
 
 from containers.common.job import Job
 from dropforge.base.log import log
+from dropforge.base.names import parse_gs_uri
 from dropforge.cloud.clients import Clients
-from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, download_prefix, parse_gs_uri
+from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, download_prefix
 from dropforge.run.proof import is_document_proved, with_proof
 
 PREFIX = "maxtext"

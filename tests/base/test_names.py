@@ -11,6 +11,20 @@ from dropforge.base import names
 RUN = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", 1234567890123456)
 
 
+@pytest.mark.parametrize(
+    ("uri", "parts"),
+    [("gs://b/a/c", ("b", "a/c")), ("gs://b", ("b", "")), ("gs://b//a", ("b", "/a")), ("gs://b/a\nc", ("b", "a\nc"))],
+)
+def test_a_gs_uri_has_a_bucket_and_a_path(uri: str, parts: tuple[str, str]) -> None:
+    assert names.parse_gs_uri(uri) == parts
+
+
+@pytest.mark.parametrize("uri", ["s3://b/x", "gs:/b/x", "b/x", "gs://"])
+def test_only_gs_uris_are_parsed(uri: str) -> None:
+    with pytest.raises(ValueError, match="expected gs://bucket/path"):
+        names.parse_gs_uri(uri)
+
+
 def test_run_id_is_a_function_of_bucket_object_and_generation() -> None:
     second_id = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
     assert second_id == RUN

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from dropforge.base.clock import Clock, utc_now
-from dropforge.endpoints.record import EndpointRecord
+from dropforge.endpoints.record import EndpointRecord, Rollout, RolloutState
 from dropforge.endpoints.store import EndpointStore
 from dropforge.run.record import RunState
 from dropforge_local.base.clock import SystemClock
@@ -135,6 +135,19 @@ def test_a_change_that_the_function_would_refuse_is_refused_at_once(deployed: De
     assert (result.exit_code, "error: endpoint sql is suspended" in result.output) == (1, True), result.output
 
 
+def test_a_model_that_serves_already_needs_no_message(deployed: Deployed) -> None:
+    """No function answers here: a message would wait for two minutes for its effect."""
+    write_toml({**deployed.configuration, "rollout_workflow": "dropforge-rollout"})
+    serving(deployed, "sql")
+    run = deployed.record("job-000000000001", RunState.SUCCEEDED).run
+    deployed.spec(run)
+    result = deployed.run("serve", run, "--as", "sql")
+    said = "endpoint sql serves this model already, as revision 1: nothing was changed; `dropforge serve RUN --as sql"
+    assert (result.exit_code, result.stdout.startswith(said)) == (0, True), result.output
+    again = deployed.run("serve", run, "--as", "sql", "--again")
+    assert (again.exit_code, "cannot be served: it has no committed model" in again.stderr) == (1, True), again.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -167,6 +180,22 @@ def test_a_request_that_is_wrong_is_refused_in_words(deployed: Deployed, argumen
     assert (result.exit_code, told in result.stderr) == (1, True), result.stderr
     assert "Input should" not in result.stderr
     assert "permitted" not in result.stderr
+
+
+def test_a_change_tells_each_state_once_without_a_terminal(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving(deployed, "sql")
+    asked = Rollout(id="r", kind="retire", who="me", requested=CREATED)
+    states = iter([RolloutState.QUEUED] * 3 + [RolloutState.RETIRING] * 2 + [RolloutState.RETIRED] * 3)
+    read = EndpointStore.record
+
+    def moving(store: EndpointStore, name: str) -> EndpointRecord:
+        return read(store, name).with_rollout(asked.model_copy(update={"state": next(states)}))
+
+    monkeypatch.setattr(EndpointStore, "record", moving)
+    monkeypatch.setattr("dropforge_cli.named.publish", lambda *_, **__: "r")
+    result = deployed.run("retire", "sql")
+    assert (result.exit_code, result.stdout) == (0, "endpoint sql is retired; nothing of it is left\n"), result.output
+    assert result.stderr.splitlines() == [f"endpoint sql: SERVING, retire {state}" for state in ("QUEUED", "RETIRING")]
 
 
 def test_a_longer_life_is_told_with_its_highest_cost(deployed: Deployed) -> None:

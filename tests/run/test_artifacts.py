@@ -94,12 +94,6 @@ def test_the_revision_of_a_prefix_changes_with_its_content(client: Any, bucket: 
     assert artifacts.prefix_revision(client, f"gs://{bucket}/model") != first
 
 
-@pytest.mark.parametrize("uri", ["s3://b/x", "gs:/b/x", "b/x", "gs://"])
-def test_only_gs_uris_are_parsed(uri: str) -> None:
-    with pytest.raises(ValueError, match="expected gs://bucket/path"):
-        artifacts.parse_gs_uri(uri)
-
-
 def test_there_is_no_manifest_before_the_commit(client: Any, bucket: str, exported: Path) -> None:
     assert artifacts.read_manifest(client, bucket, RUN) is None
     written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))

@@ -18,6 +18,8 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
 
+from ..deployments import intend
+
 BUCKET = "runs"
 _numbers = itertools.count()
 
@@ -75,7 +77,7 @@ def test_a_process_changes_its_own_record_without_another_read(process: Callable
     run = new_run(store)
     for key in ("a", "b", "c"):
         store.update(run, lambda record, key=key: record.with_notice(key))  # type: ignore[misc]
-    store.intend(run, "kind", "resource", 1)
+    intend(store, run, "kind", "resource", 1)
     store.note(run, ["resource"], ResourceState.CREATED)
     store.note(run, ["resource"], ResourceState.GONE)
     assert store.reads == 0
@@ -91,8 +93,8 @@ def test_a_change_by_another_process_is_not_overwritten(process: Callable[[], Co
     first.update(run, lambda record: record.with_notice("first"))
     assert first.reads == 1, "the record is read once, after the refused write"
     assert second.update(run, lambda record: record.with_notice("again")).notices == ["second", "first", "again"]
-    first.intend(run, "kind", "resource", 1)
-    second.intend(run, "kind", "two", 1)
+    intend(first, run, "kind", "resource", 1)
+    intend(second, run, "kind", "two", 1)
     first.note(run, ["resource"], ResourceState.GONE)
     assert [entry.name for entry in second.ledger(run).remaining()] == ["two"]
 
@@ -107,7 +109,7 @@ def test_a_call_that_is_not_wanted_any_more_creates_nothing(process: Callable[[]
 def test_an_intent_that_the_record_has_costs_no_request(process: Callable[[], CountingStore]) -> None:
     store, resources = process(), [("kind", "resource")]
     run = new_run(store)
-    store.intend(run, "kind", "resource", 1)
+    intend(store, run, "kind", "resource", 1)
     record = store.record(run)
     reads, writes = store.reads, store.writes
     assert store.intend_all(record, resources, 1, lambda _: True)

@@ -152,7 +152,9 @@ def test_a_message_and_the_command_say_whether_a_model_is_a_canary_first(user: U
     assert "for" in ran(user, "serve", run, "--as", named.name, "--canary", "for=soon", fails=True)
     ran(user, "serve", run, "--as", named.name, "--canary", "none")
     assert named.record.rollouts[-1].canary is None
-    wanted = named.ask(serve={"run": run, "endpoint": named.name, "canary": {"percent": 20, "for": "2h"}})
+    wanted = named.ask(
+        serve={"run": run, "endpoint": named.name, "again": True, "canary": {"percent": 20, "for": "2h"}}
+    )
     named.reached(wanted, RolloutState.WATCHING)
     named.user.until(lambda: named.record.rollout(wanted).watched)  # it has its share
     canary = named.record.rollout(wanted).canary

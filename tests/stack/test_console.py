@@ -23,6 +23,7 @@ from dropforge.stages.answers import Swept
 from dropforge.stages.sweep import findings
 from dropforge_cli.main import cli
 
+from ..deployments import intend
 from ..stage_calls import sweep
 from .conftest import User
 from .named import Named
@@ -84,7 +85,7 @@ def test_health_shows_the_last_sweep_and_where_ledgers_and_cloud_differ(user: Us
     run = user.drop(user.spec("succeed"))
     user.wait(run)
     missing = f"projects/{user.settings.project}/locations/us-central1/jobs/df-{run}-a1"
-    user.store.intend(run, "run.googleapis.com/Job", missing, 1)
+    intend(user.store, run, "run.googleapis.com/Job", missing, 1)
     letters = f"projects/{user.settings.project}/subscriptions/dropforge-on-spec-message-dead-letter"
     user.publish("dropforge-on-spec-message-dead-letter", b"an event that no function could handle")
     page = visitor.wait_for("/health", lambda text: "compared" in text and text.count("read <time") == 2)

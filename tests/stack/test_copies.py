@@ -289,6 +289,9 @@ def test_the_command_says_at_once_what_is_wrong(user: User) -> None:
         assert "answers with revision 1" in ran(user, "serve", theirs.uri, *served, "--with", "region=europe-west4")
         record = named.record
         assert record.region == "europe-west4"
+        said = ran(user, "serve", theirs.uri, *served, "--with", "region=europe-west4")
+        assert "serves this model already, as revision 1" in said
+        assert named.record == record
         assert theirs.uri in ran(user, "status", record.revision(1).run)
         assert "is the copy of a model for one rollout" in ran(
             user, "serve", record.revision(1).run, *served, fails=True

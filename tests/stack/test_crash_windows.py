@@ -28,7 +28,7 @@ from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages import submit
 
-from ..deployments import clients
+from ..deployments import clients, intend
 from ..stage_calls import (
     deploy,
     inspect,
@@ -202,7 +202,7 @@ def test_a_model_that_is_committed_during_an_inspection_counts(user: User, monke
 def test_a_failed_deletion_does_not_keep_other_resources(user: User, faults: Any) -> None:
     run = launched(user)
     first = user.store.ledger(run).entries[0].name
-    user.store.intend(run, "run.googleapis.com/Service", first.replace("/jobs/", "/services/"), 1)
+    intend(user.store, run, "run.googleapis.com/Service", first.replace("/jobs/", "/services/"), 1)
     faults(fail_next={"method": "delete_job", "status": "PERMISSION_DENIED"})
     with pytest.raises(CloudError) as refused:
         teardown(run, ME, "run", False)

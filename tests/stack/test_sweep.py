@@ -28,7 +28,7 @@ from dropforge.stages import submit
 from dropforge.stages.sweep import lost_work, orphans
 from dropforge_cli.main import cli
 
-from ..deployments import clients, here
+from ..deployments import clients, here, intend
 from ..stage_calls import submit_message, sweep
 from .conftest import User
 from .test_crash_windows import accepted
@@ -321,7 +321,7 @@ def test_the_audit_reports_differences_between_ledgers_and_cloud(user: User) -> 
     job = user.training(live)
     finished = user.drop(user.spec())
     user.wait(finished)
-    user.store.intend(finished, "run.googleapis.com/Job", missing := job.replace(live, finished), 1)
+    intend(user.store, finished, "run.googleapis.com/Job", missing := job.replace(live, finished), 1)
     assert differences(finished) == [("missing", missing), ("remaining", missing)]
     assert missing in audit().output
     sweep()

@@ -23,7 +23,7 @@ from dropforge.stages.rollout.trial import check_change
 from dropforge.stages.sweep import named
 from dropforge.stages.sweep.named import tend
 
-from .test_rollout import BASE, CANARY, HOUR, LIMIT, NEW, NOW, SETTINGS, Deployment, adapter
+from .test_rollout import BASE, CANARY, HOUR, LIMIT, NEW, NOW, OLD, SETTINGS, Deployment, adapter
 
 OPERATORS, TEAM = "operations", "requests-team"
 SERVICE = f"projects/p/locations/us-central1/services/{names.named_endpoint('e')}"
@@ -110,6 +110,33 @@ def test_a_request_is_carried_out_once_and_started_again_if_its_execution_never_
     deployment.serve()
     assert deployment.begun == asked * 2
     assert [each.id for each in deployment.record.rollouts] == asked
+
+
+def test_a_model_that_serves_already_is_served_again_only_if_the_message_says_so(deployment: Changes) -> None:
+    deployment.at_rest()
+    before = deployment.record
+    assert "serves this model already, as revision 1: nothing was changed" in deployment.serve(run=OLD)
+    assert (deployment.record, deployment.begun) == (before, [])
+    assert deployment.serve(run=OLD, key="again", again=True) == ""
+    assert [each.run for each in deployment.record.rollouts] == [OLD]
+    deployment.endpoint("DEPLOYING")
+    assert deployment.serve(run=OLD, key="later") == "", "another model is about to serve"
+    shared = [adapter("a", run=OLD), adapter("b", run=NEW)]
+    deployment.at_rest()
+    deployment.context.endpoints.update(
+        "e", lambda r: r.with_revision(1, lambda each: each.model_copy(update={"adapters": shared}))
+    )
+    assert "serves this model already" in deployment.serve(run=NEW, key="shared")
+
+
+def test_a_request_that_is_delivered_after_its_model_serves_is_not_refused(deployment: Changes) -> None:
+    deployment.at_rest()
+    assert deployment.serve(key="k") == ""
+    promoted = deployment.record.rollouts[0].model_copy(update={"state": RolloutState.PROMOTED, "ended": NOW})
+    deployment.endpoint("SHIFTING", stable=2)
+    deployment.context.endpoints.update("e", lambda latest: latest.model_copy(update={"rollouts": [promoted]}))
+    change_endpoint(deployment.context, {"serve": {"run": NEW, "endpoint": "e"}}, Request(OPERATORS, "k", "m-k"))
+    assert deployment.answers == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dropforge.run.record import ResourceState, RunState
 from dropforge.stages.deletion import delete_remaining, note_endpoint_ended
 from dropforge.stages.sweep.orphans import PATIENCE_SECONDS, Deletions, Orphan, delete_orphans
 
+from ..deployments import intend
 from .test_promises import JOB, MINUTE, NOW, RUN, Place, endpoint
 
 KIND = "run.googleapis.com/Job"
@@ -23,7 +24,7 @@ SECOND = f"{JOB}-b"
 def test_a_refused_deletion_is_reported_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     place, deleted = Place(), list[str]()
     for name in (JOB, SECOND):
-        place.store.intend(RUN, KIND, name, 1)
+        intend(place.store, RUN, KIND, name, 1)
 
     def refuse_the_first(cloud: object, kind: str, name: str) -> bool:
         if name == JOB:
@@ -42,7 +43,7 @@ def test_a_resource_that_was_created_again_is_deleted_with_what_needs_its_end(mo
     """A call that had stalled creates the first resource after the ledger says that it is gone; it has the second."""
     place, existing = Place(), {JOB, SECOND}
     for name in (JOB, SECOND):
-        place.store.intend(RUN, KIND, name, 1)
+        intend(place.store, RUN, KIND, name, 1)
     place.store.note(RUN, [JOB], ResourceState.GONE)
 
     def delete(cloud: object, kind: str, name: str) -> bool:
@@ -60,9 +61,9 @@ def test_a_resource_that_was_created_again_is_deleted_with_what_needs_its_end(mo
 
 def test_an_attempt_that_is_gone_is_not_looked_at_again() -> None:
     place = Place()
-    place.store.intend(RUN, KIND, JOB, 1)
+    intend(place.store, RUN, KIND, JOB, 1)
     place.store.note(RUN, [JOB], ResourceState.GONE)
-    place.store.intend(RUN, KIND, SECOND, 2)
+    intend(place.store, RUN, KIND, SECOND, 2)
     assert delete_remaining(place.context, RUN) == []
     assert place.platform.asked == [f"teardown {SECOND}"]
 

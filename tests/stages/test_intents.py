@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import RetryLater
+from dropforge.base.errors import CloudError, InvalidSpec, RetryLater, SpecProblem
 from dropforge.run.events import Request
 from dropforge.run.intents import JOIN_FOR
-from dropforge.run.record import Record, RunState
+from dropforge.run.record import Cause, Record, RunState
 from dropforge.stages import submit
 from dropforge.stages.cancel import cancel_deleted
 from dropforge.stages.submit import submit_message, submit_object
@@ -91,6 +91,30 @@ def test_the_same_upload_again_joins_its_run_and_is_answered(specs: Specs) -> No
     details = answer["details"]
     assert (details["joined"], details["source"]) == (run_of(repeat), f"gs://specs/{NAME}#{repeat}")
     assert len([event for event in specs.events if event["notice"] == "joined"]) == 1, "people are told once"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_repeat_that_joined_is_answered_though_its_bytes_are_replaced_meanwhile(
+    specs: Specs, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """The delivery that joined was not acknowledged, and the next one cannot read the spec any more."""
+    first = specs.upload()
+    repeat = specs.put()
+    with monkeypatch.context() as failing:
+        failing.setattr(submit, "answer_joined", lambda *_: "Pub/Sub does not answer")
+        with pytest.raises(CloudError):
+            submit_object(specs.context, "specs", NAME, repeat, 100)
+    if is_cancelled:
+        specs.context.store.keep_cancel(run_of(repeat), "", Cause("me"))
+
+    def gone(*_: Any) -> bytes:
+        raise InvalidSpec([SpecProblem("", "the spec was deleted or overwritten before it was read")])
+
+    monkeypatch.setattr(submit, "read_spec", gone)
+    specs.deliver(repeat)
+    assert [answer["details"]["joined"] for answer in specs.notices("joined-")] == [run_of(repeat)]
+    assert specs.runs == [first.run]
+    assert (specs.context.store.record(first.run).cancel_requested is not None) is is_cancelled
 
 
 def test_the_id_of_a_repeat_leads_to_the_run_that_it_joined(specs: Specs) -> None:

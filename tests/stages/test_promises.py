@@ -42,7 +42,7 @@ from dropforge.stages.submit import read_spec
 from dropforge.stages.sweep.orphans import Orphan, delete_orphans, list_all
 from dropforge.stages.teardown import teardown
 
-from ..deployments import Memory, cloud_with, context_with, settings_with
+from ..deployments import Memory, cloud_with, context_with, intend, settings_with
 from ..platforms.shared import ME
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -278,7 +278,7 @@ def test_a_sweep_sees_only_resources_of_its_own_deployment() -> None:
 
 def test_a_sweep_logs_what_it_deletes_and_notes_its_end_in_the_ledger() -> None:
     place = Place(RunState.FAILED)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
     orphan = Listed("run.googleapis.com/Job", JOB, names.labels(RUN, {}), NOW)
     deletions = delete_orphans(place.context, [Orphan(orphan, "left by a run that is over")])
     assert deletions.gone == [orphan]
@@ -292,12 +292,12 @@ def test_a_sweep_logs_what_it_deletes_and_notes_its_end_in_the_ledger() -> None:
 
 def test_a_late_call_does_not_note_a_deleted_resource_as_existing() -> None:
     place = Place()
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
     for state in (ResourceState.CREATED, ResourceState.GONE, ResourceState.CREATED):
         place.store.note(RUN, [JOB], state)
     [entry] = place.store.ledger(RUN).entries
     assert (entry.state, entry.gone is None) == (ResourceState.GONE, False)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 2)  # another attempt may create it again
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 2)  # another attempt may create it again
     assert [entry.state for entry in place.store.ledger(RUN).entries] == [ResourceState.INTENDED]
 
 
@@ -425,7 +425,7 @@ def test_a_teardown_by_an_old_record_ends_no_run_of_another_execution() -> None:
 def test_a_late_teardown_of_an_attempt_deletes_nothing_of_the_next_one() -> None:
     place, later = Place(), f"{JOB}-2"
     for attempt, name in ((1, JOB), (2, later)):
-        place.store.intend(RUN, "run.googleapis.com/Job", name, attempt)
+        intend(place.store, RUN, "run.googleapis.com/Job", name, attempt)
     assert teardown(place.context, RUN, ME, 1, keep_endpoint=True).status == "GONE"
     assert place.platform.asked == [f"teardown {JOB}"]
     assert [entry.name for entry in place.record.ledger.remaining()] == [later]

@@ -33,6 +33,7 @@ from dropforge.stages.teardown import teardown
 from dropforge.tell import channels
 from dropforge.tell.channel import Failure
 
+from ..deployments import intend
 from ..platforms.shared import ME
 from .test_promises import JOB, MINUTE, NOW, RUN, SPEC, Place, commit, endpoint
 
@@ -331,7 +332,7 @@ def test_a_call_that_was_suspended_past_the_deployment_creates_nothing() -> None
 def test_a_machine_that_serves_is_kept_and_the_others_are_not() -> None:
     place = Place()
     for name in ("serves", "trains"):
-        place.store.intend(RUN, "kind", f"projects/p/df-{RUN}-{name}", 1)
+        intend(place.store, RUN, "kind", f"projects/p/df-{RUN}-{name}", 1)
     for _ in range(2):
         place.store.keep(RUN, [f"projects/p/df-{RUN}-serves"])
     place.store.keep(RUN, ["unknown"])
@@ -342,7 +343,7 @@ def test_a_machine_that_serves_is_kept_and_the_others_are_not() -> None:
 def test_the_record_says_when_the_endpoint_ended() -> None:
     live = endpoint(NOW + MINUTE)
     place = Place(RunState.DEPLOYING, endpoint=live, cancel_requested=NOW)
-    place.store.intend(RUN, "run.googleapis.com/Service", live.service, 1)
+    intend(place.store, RUN, "run.googleapis.com/Service", live.service, 1)
     answer = teardown(place.context, RUN, ME, "run", True)
     assert (answer.status, answer.to_json()["cancelled"]) == ("GONE", True)
     assert place.platform.asked == [f"teardown {live.service}"]
@@ -353,7 +354,7 @@ def test_the_record_says_when_the_endpoint_ended() -> None:
 def test_a_cancelled_endpoint_expires_at_once_so_that_the_sweep_deletes_it_in_any_case() -> None:
     place = Place(RunState.SUCCEEDED, endpoint=endpoint(NOW + 60 * MINUTE))
     place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
-    place.store.intend(RUN, "run.googleapis.com/Service", endpoint(NOW).service, 1)
+    intend(place.store, RUN, "run.googleapis.com/Service", endpoint(NOW).service, 1)
     with pytest.raises(RetryLater, match="being deleted"):
         cancel(place.context, RUN)
     assert place.record.endpoint is not None
@@ -644,7 +645,7 @@ def test_a_repeated_call_keeps_the_endpoint_that_is_ready_with_its_expiry() -> N
 
 def test_the_machine_that_trained_and_serves_is_kept() -> None:
     place = Place(spec=ON_THE_MACHINE, attempts=[running()])
-    place.store.intend(RUN, "kind", JOB, 1)
+    intend(place.store, RUN, "kind", JOB, 1)
     commit(place)
     assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
     assert [entry.kept for entry in place.store.ledger(RUN).entries] == [True]
@@ -682,8 +683,8 @@ def test_a_cancel_that_crosses_the_end_of_a_run_leaves_no_endpoint() -> None:
     """The cancel is recorded after teardown has decided to keep the endpoint, and before it writes the end."""
     live = endpoint(NOW + 60 * MINUTE)
     place = Place(RunState.DEPLOYING, endpoint=live)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
-    place.store.intend(RUN, "run.googleapis.com/Service", live.service, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Service", live.service, 1)
     delete = place.platform.teardown
 
     def cancelled_meanwhile(cloud: Any, kind: str, name: str) -> bool:
@@ -746,7 +747,7 @@ FAILED = Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.CO
 
 def test_an_execution_that_owns_no_run_deletes_nothing_and_ends_nothing() -> None:
     place = Place(RunState.TRAINING)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
     answer = teardown(place.context, RUN, "another", "run", False, FAILED)
     assert (answer.status, place.record.state, place.record.outcome) == ("SUPERSEDED", RunState.TRAINING, None)
     assert place.platform.asked == []
@@ -754,7 +755,7 @@ def test_an_execution_that_owns_no_run_deletes_nothing_and_ends_nothing() -> Non
 
 def test_an_execution_that_lost_the_run_while_it_deleted_does_not_end_it() -> None:
     place = Place(RunState.TRAINING)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
     delete = place.platform.teardown
 
     def taken_over_meanwhile(cloud: Any, kind: str, name: str) -> bool:
@@ -769,7 +770,7 @@ def test_an_execution_that_lost_the_run_while_it_deleted_does_not_end_it() -> No
 def test_the_outcome_that_was_decided_first_stays_until_the_end() -> None:
     """Another execution may call again: after a crash it decides anew, and may decide otherwise."""
     place = Place(RunState.TRAINING)
-    place.store.intend(RUN, "run.googleapis.com/Job", JOB, 1)
+    intend(place.store, RUN, "run.googleapis.com/Job", JOB, 1)
     place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
     for outcome in (FAILED, Outcome(state=RunState.SUCCEEDED), None):
         assert teardown(place.context, RUN, ME, "run", False, outcome).status == "PENDING"

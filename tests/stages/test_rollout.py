@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -301,6 +302,73 @@ def test_a_temporary_error_is_tried_until_the_deadline_and_a_refusal_is_undone_a
     assert (deployment.why, deployment.platform.of("shift")[-1]) == ("no", {1: 100})
     assert deployment.record.revision(1).promoted
     assert deployment.platform.of("delete") == []
+
+
+def unavailable() -> CloudError:
+    return CloudError(ErrorClass.TRANSIENT, "try again", did_nothing=True)
+
+
+def _ask(deployment: Deployment, answer: CloudError | Waits | bool) -> None:
+    """A call of the rollout, whose request for instances the platform answers so; the next call comes a minute later.
+
+    It answers a request for another machine, too.
+    """
+    deployment.platform.answers = {"deploy": answer, "resume": answer, "is_lost": True}
+    with suppress(CloudError):
+        deployment.advance()
+    deployment.now += timedelta(minutes=1)
+
+
+def test_a_revision_whose_every_request_was_refused_costs_nothing_and_the_record_says_why(
+    deployment: Deployment,
+) -> None:
+    deployment.endpoint("QUEUED")
+    for _ in range(3):
+        _ask(deployment, unavailable())
+        assert (deployment.record.revision(2).cost(deployment.now), deployment.record.paid) == (0, set())
+    assert (deployment.rollout.state, deployment.rollout.wait_reason) == (RolloutState.DEPLOYING, "try again")
+    deployment.now += HOUR
+    _ask(deployment, unavailable())
+    assert (deployment.rollout.state, deployment.record.revision(2).cost(deployment.now)) == (
+        RolloutState.ROLLED_BACK,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "minutes"),
+    [
+        ([TRANSIENT, unavailable()], 2),  # the first request may have had an effect
+        ([unavailable(), TRANSIENT, unavailable()], 2),
+        ([unavailable(), unavailable(), Waits("it starts")], 1),
+    ],
+)
+def test_a_revision_costs_from_the_request_that_may_have_had_an_effect(
+    deployment: Deployment, answers: list[CloudError | Waits], minutes: int
+) -> None:
+    deployment.endpoint("QUEUED")
+    for answer in answers:
+        _ask(deployment, answer)
+    assert deployment.record.revision(2).cost(deployment.now) == pytest.approx(3 * minutes / 60)
+
+
+def test_a_machine_that_is_refused_when_the_endpoint_resumes_costs_nothing(deployment: Deployment) -> None:
+    deployment.platform.keeps_revisions = False
+    deployment.endpoint(kind="resume", suspended=NOW)
+    for _ in range(2):
+        _ask(deployment, unavailable())
+        assert (deployment.rollout.state, deployment.record.cost(deployment.now)) == (RolloutState.CHECKING, 0)
+    _ask(deployment, False)
+    deployment.now += HOUR
+    assert deployment.record.cost(deployment.now) == pytest.approx(3 * 61 / 60)
+
+
+def test_a_revision_that_runs_costs_money_whatever_is_refused_later(deployment: Deployment) -> None:
+    deployment.endpoint("QUEUED")
+    deployment.platform.answers["find"] = unavailable()
+    with pytest.raises(CloudError):
+        deployment.advance()
+    assert (deployment.rollout.state, deployment.record.paid) == (RolloutState.CHECKING, {2})
 
 
 def test_a_rollout_that_cannot_be_undone_ends(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

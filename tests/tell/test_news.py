@@ -157,6 +157,21 @@ def test_a_failure_says_which_run_why_what_to_do_from_where_and_what_it_cost() -
 def test_a_cancel_says_who_or_what_requested_it() -> None:
     news = news_of(RunState.CANCELLED, cancel_requested=NOW, cancel_cause="the deletion of gs://s/specs/n.json")
     assert news.title == "n cancelled by the deletion of gs://s/specs/n.json (0123456789ab)"
+    assert "by: the deletion of gs://s/specs/n.json" in shown(news)
+
+
+@pytest.mark.parametrize(
+    ("error_class", "field"),
+    [
+        (ErrorClass.BUDGET, "limits.max_cost_usd"),
+        (ErrorClass.DEADLINE, "limits.max_duration"),
+        (ErrorClass.STUCK, "limits.stuck_after"),
+        (ErrorClass.GATE, "evaluation.gate"),
+    ],
+)
+def test_an_end_names_the_limit_that_decided_it(error_class: ErrorClass, field: str) -> None:
+    error = RunError(error_class=error_class, message="m")
+    assert f"by: {field}" in shown(news_of(RunState.FAILED, error=error))
 
 
 @pytest.mark.parametrize("metrics", [{}, {"loss": 1.0}])

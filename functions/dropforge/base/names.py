@@ -40,6 +40,14 @@ KEYS_PREFIX = "keys/"
 COPY_PREFIX = "copy--"
 
 
+def parse_gs_uri(uri: str) -> tuple[str, str]:
+    """`gs://bucket/a/b` as ("bucket", "a/b"). Raises ValueError."""
+    match = re.fullmatch(r"gs://([^/]+)/?(.*)", uri, re.DOTALL)
+    if match is None:
+        raise ValueError(f"{uri!r} is not a Cloud Storage URI; expected gs://bucket/path")
+    return match[1], match[2]
+
+
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
     """The run id of a generation of an uploaded spec; people read the slug, the digest makes the id unique."""
     stem = name.rsplit("/", 1)[-1].removesuffix(".json")

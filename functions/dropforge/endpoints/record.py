@@ -108,6 +108,11 @@ class Revision(Stored):
     origin: str = ""
     start: dict[str, float] = {}
 
+    @property
+    def runs(self) -> list[str]:
+        """The runs whose models it serves."""
+        return [each.run for each in self.adapters] or [self.run]
+
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of that name."""
         return next((adapter for adapter in self.adapters if adapter.name == name), None)
@@ -132,6 +137,10 @@ class Revision(Stored):
     def paid(self, now: datetime) -> Revision:
         """This revision, whose instances may cost money from now on."""
         return self if self.paid_since else evolve(self, paid_since=now)
+
+    def refused(self) -> Revision:
+        """This revision, whose instances have not begun to cost money: the cloud has refused the request for them."""
+        return self.model_copy(update={"paid_since": None})
 
     def unpaid(self, now: datetime) -> Revision:
         """This revision, which gets no requests from now on."""
@@ -168,6 +177,8 @@ class Rollout(Stored):
     a failure: where platforms need it, the revision that lost the requests then ends its answers.
     `canary` None: every request at once. `watched` is when the revision got its share. `ends` is the id of the canary
     that the request for a rollback has ended: the revision that serves then keeps serving.
+
+    `refused` are the revisions for whose instances the cloud has refused every request so far: they cost nothing.
     """
 
     id: str
@@ -191,6 +202,7 @@ class Rollout(Stored):
     returned: datetime | None = None
     seen: Seen | None = None
     ends: str = ""
+    refused: list[int] = []
     model: str = ""
     copied: Copied = Copied()
 
@@ -282,6 +294,11 @@ class EndpointRecord(Stored):
     def last(self) -> int:
         """The number of the newest revision; 0: there is none."""
         return max((revision.number for revision in self.revisions), default=0)
+
+    @property
+    def paid(self) -> set[int]:
+        """The numbers of the revisions whose instances may cost money now."""
+        return {revision.number for revision in self.revisions if revision.paid_since}
 
     @property
     def kept(self) -> set[str]:
@@ -430,6 +447,28 @@ class EndpointRecord(Stored):
         revisions = sorted([*kept, *others[-KEPT_REVISIONS:]], key=lambda each: each.number)
         update = {"revisions": [*revisions, revision.paid(now)], "dropped_usd": self.dropped_usd + dropped}
         return evolve(self, **update).with_rollout(begun)
+
+    def with_refusal(self, rollout: str, numbers: set[int], reason: str) -> EndpointRecord:
+        """This record, in which the cloud has refused a request of a rollout; the same record if nothing changes.
+
+        `numbers` are the revisions for whose instances it has refused every request so far.
+        """
+        found = self.rollout(rollout)
+        refused = sorted({*found.refused, *numbers})
+        if (found.refused, found.wait_reason) == (refused, reason):
+            return self
+        revisions = [each.refused() if each.number in numbers else each for each in self.revisions]
+        noted = found.model_copy(update={"refused": refused, "wait_reason": reason})
+        return self.model_copy(update={"revisions": revisions}).with_rollout(noted)
+
+    def with_request(self, rollout: str, now: datetime) -> EndpointRecord:
+        """This record before a rollout requests instances again, all of whose requests were refused up to now."""
+        found = self.rollout(rollout)
+        if not found.refused or found.state not in (RolloutState.DEPLOYING, RolloutState.CHECKING):
+            return self
+        revisions = [each.paid(now) if each.number in found.refused else each for each in self.revisions]
+        asked = found.model_copy(update={"refused": []})
+        return self.model_copy(update={"revisions": revisions}).with_rollout(asked)
 
     def copies(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout that copies its model first; one that copies already stays as it is."""

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from dropforge.base.errors import DropforgeError
+from dropforge.base.names import parse_gs_uri
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.hub import FETCH_SECONDS, MAX_BYTES
 from dropforge.cloud.objects import read_at_most
@@ -55,7 +56,7 @@ def _find_config(model: Model, clients: Clients | None) -> Config:
 
 
 def _from_bucket(source: str, clients: Clients) -> bytes:
-    bucket, _, path = source.removeprefix("gs://").partition("/")
+    bucket, path = parse_gs_uri(source)
     blob = clients.storage().bucket(bucket).blob(f"{path.rstrip('/')}/config.json")
     data = read_at_most(blob, MAX_BYTES, FETCH_SECONDS, retry=None)
     if data is None:

@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Collection, Iterator
 
 from dropforge.base.errors import SpecProblem
+from dropforge.base.names import parse_gs_uri
 from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.cloud.objects import read_at_most
 from dropforge.spec import Dataset, JobSpec
 
 from .check import SOURCE, Report, check_sample, refused
 from .files import BadFile, Raw, UnfinishedFile, text_of_file, text_rows
-from .sources import NoFiles, bucket_and_name, files_of, format_of, is_read
+from .sources import NoFiles, files_of, format_of, is_read
 
 SAMPLED_FILES = 8  # of a data set of many: the first ones
 SAMPLE_BYTES = 1 << 18  # of an object, and of what it unpacks to
@@ -34,7 +35,7 @@ def samples_of(spec: JobSpec, clients: Clients, but_from: Collection[str] = ()) 
     reports: list[Report] = []
     evaluated = spec.evaluation.source if spec.evaluation else None
     for pointer, uris in ((SOURCE, spec.dataset.sources), ("/evaluation/source", [evaluated] if evaluated else [])):
-        allowed = [uri for uri in uris if uri.startswith("gs://") and bucket_and_name(uri)[0] not in but_from]
+        allowed = [uri for uri in uris if uri.startswith("gs://") and parse_gs_uri(uri)[0] not in but_from]
         try:
             for uri in _names(allowed, clients):
                 if (data := first_bytes(uri, clients)) is not None:
@@ -68,7 +69,7 @@ def first_bytes(uri: str, clients: Clients) -> bytes | None:
 
     if not uri.startswith("gs://") or not is_read(uri):
         return None
-    bucket, name = bucket_and_name(uri)
+    bucket, name = parse_gs_uri(uri)
     try:
         data = read_at_most(clients.storage().bucket(bucket).blob(name), SAMPLE_BYTES)
     except GoogleAPICallError:

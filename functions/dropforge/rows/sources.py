@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from dropforge.base.names import parse_gs_uri
+
 from .files import BadFile, Raw, text_of_file, text_rows
 
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
@@ -123,7 +125,7 @@ def _no_files(uri: str) -> NoFiles:
 
 
 def _files(client: Any, uri: str, **options: Any) -> Iterator[File]:
-    bucket, name = bucket_and_name(uri)
+    bucket, name = parse_gs_uri(uri)
     if not is_many(uri):
         blob = client.bucket(bucket).get_blob(name, **options)
         yield from [File(uri, blob)] if blob is not None else []
@@ -137,7 +139,7 @@ def _listed(client: Any, uri: str, **options: Any) -> Iterator[Any]:
 
     A folder's files whose names begin with `_` or `.` are notes of other programs (`_SUCCESS`).
     """
-    bucket, name = bucket_and_name(uri)
+    bucket, name = parse_gs_uri(uri)
     prefix = name if uri.endswith("/") else GLOB.split(name)[0].rpartition("/")[0]
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     rest = name.removeprefix(prefix) or "*"
@@ -155,13 +157,8 @@ def exists(client: Any, uri: str, *, is_model: bool, **options: Any) -> bool:
     if is_many(pattern):
         return any(True for _ in _listed(client, pattern, **options))
     # The object is the first with this prefix. A list, unlike a read, tells a missing bucket from a missing object.
-    bucket, name = bucket_and_name(uri)
+    bucket, name = parse_gs_uri(uri)
     return any(blob.name == name for blob in client.list_blobs(bucket, prefix=name, max_results=1, **options))
-
-
-def bucket_and_name(uri: str) -> tuple[str, str]:
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
-    return bucket, name
 
 
 def is_glob(uri: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from dropforge.base import names
 from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
@@ -113,14 +114,6 @@ class Checkpoint(NamedTuple):
     uri: str
     files: list[ArtifactFile]
     extra: dict[str, JsonValue]
-
-
-def parse_gs_uri(uri: str) -> tuple[str, str]:
-    """`gs://bucket/a/b` as ("bucket", "a/b"). Raises ValueError."""
-    match = re.fullmatch(r"gs://([^/]+)/?(.*)", uri)
-    if match is None:
-        raise ValueError(f"{uri!r} is not a Cloud Storage URI; expected gs://bucket/path")
-    return match[1], match[2]
 
 
 def model_uri(bucket: str, run: str) -> str:
@@ -326,7 +319,7 @@ def delete_blobs(blobs: Iterable[Any]) -> None:
 
 def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFile]:
     """Upload every file below `directory`, several at once, checked by crc32c. Returns them sorted by path."""
-    bucket, prefix = parse_gs_uri(uri)
+    bucket, prefix = names.parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return _at_once(lambda path: _upload(client, bucket, prefix, directory, path), paths)
@@ -334,7 +327,7 @@ def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFil
 
 def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile]:
     """Download every object below `uri`, several at once, checked by crc32c. Raises NotFound if there is no object."""
-    bucket, prefix = parse_gs_uri(uri)
+    bucket, prefix = names.parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     blobs = [blob for blob in client.list_blobs(bucket, prefix=prefix) if not blob.name.endswith("/")]
     if not blobs:
@@ -349,7 +342,7 @@ def download_files(client: Any, uri: str, directory: Path, files: Iterable[Artif
     """
     from google.api_core.exceptions import NotFound as Missing
 
-    bucket, prefix = parse_gs_uri(uri)
+    bucket, prefix = names.parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/"
     committed = {file.path: file for file in files}
     blobs = [client.bucket(bucket).blob(prefix + path) for path in committed]
@@ -364,7 +357,7 @@ def download_files(client: Any, uri: str, directory: Path, files: Iterable[Artif
 
 def prefix_revision(client: Any, uri: str) -> str:
     """A digest of the names and contents below a prefix, from a single listing: the revision of a model kept there."""
-    bucket, prefix = parse_gs_uri(uri)
+    bucket, prefix = names.parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/"
     lines = sorted(f"{b.name.removeprefix(prefix)} {b.crc32c}" for b in client.list_blobs(bucket, prefix=prefix))
     return f"sha256:{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"

@@ -177,10 +177,6 @@ class RunStore:
         record = self.find(run)
         return Ledger(run=run) if record is None else record.ledger
 
-    def intend(self, run: str, kind: str, name: str, attempt: int) -> None:
-        """Enter the intent to create a resource. The entry is durable on return."""
-        self._change_ledger(run, lambda ledger: ledger.with_intents([(kind, name)], attempt, self._clock.now()))
-
     def intend_all(
         self, record: Record, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
     ) -> bool:

@@ -20,7 +20,7 @@ FILE_SUFFIXES = frozenset(f".{ending}" for ending in _ENDINGS.split())
 _NAME = r"[A-Za-z0-9][\w.-]*?"
 _ID = rf"(?P<id>{_NAME}(?:/{_NAME})?)"
 _HUB = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)"
-_OBJECT = r"(?P<bucket>[a-z0-9][a-z0-9._-]+)/(?P<object>[^?#;]+)"
+_OBJECT = r"(?P<bucket>[a-z0-9][a-z0-9._-]*)/(?P<object>[^?#;]+)"
 _STORAGE = (
     r"(?:https?:)?(?://)?(?:storage\.googleapis\.com|storage\.cloud\.google\.com|storage-download\.googleapis\.com)"
 )
@@ -103,7 +103,7 @@ _ROWS = (
     (r"https?://www\.googleapis\.com/storage/v1/b/(?P<bucket>[^/]+)/o/(?P<object>[^?#]+)(?:[?#].*)?", _of_storage),
     (rf"https?://console\.cloud\.google\.com/storage/browser/(?:_details/)?{_OBJECT}(?:[?#;].*)?", _of_storage),
     (rf"{_STORAGE}/{_OBJECT}(?:[?#].*)?", _of_storage),
-    (r"https?://(?P<bucket>[a-z0-9][a-z0-9._-]+)\.storage\.googleapis\.com/(?P<object>[^?#]+)(?:[?#].*)?", _of_storage),
+    (r"https?://(?P<bucket>[a-z0-9][a-z0-9._-]*)\.storage\.googleapis\.com/(?P<object>[^?#]+)(?:[?#].*)?", _of_storage),
     (rf"(?:(?i:gs|gcs|gsutil):/{{0,3}}|/gcs/){_OBJECT}", _of_storage),
     (r"file:(?://)?(?P<path>.+)", lambda match: local_file(match["path"])),
     (r"(?i:s3a?|az|abfss?|wasbs?|adl|r2|oss)://.*", _copied("a bucket of another cloud")),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Collection
+from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -15,6 +17,8 @@ from dropforge.base.errors import SpecProblem
 from dropforge.base.redact import cut
 
 from . import misnamed
+from .guess import likeliest
+from .places import REGIONS
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # What a pattern allows, in words: people read them when a value does not match. `ruled` adds each pattern.
@@ -63,8 +67,36 @@ EnvName = Annotated[
     str,
     ruled(r"^[A-Z_][A-Z0-9_]{0,127}$", "upper-case letters, digits and _; no digit first; at most 128 characters"),
 ]
-Region = Annotated[str, ruled(r"^[a-z]+-[a-z]+[0-9]$", "a region of Google Cloud, such as us-central1")]
-Zone = Annotated[str, ruled(r"^[a-z]+-[a-z]+[0-9]-[a-z]$", "a zone of Google Cloud, such as us-central1-a")]
+_REGION, ZONE = r"^[a-z]+-[a-z]+[0-9]{1,2}$", r"^[a-z]+-[a-z]+[0-9]{1,2}-[a-z]$"
+SLIP = 0.9  # of difflib's ratio: a name of a dozen letters with a wrong one
+
+
+def one_meant(pattern: str, places: Collection[str], *, is_whole: bool = False) -> BeforeValidator:
+    """Refuse a text that is no place, and probably means one of `places`: the answer names it.
+
+    A well-formed text, which matches `pattern`, may be a place that is newer. It is refused only as a slip in a name of
+    `places`, if this is the whole list (`is_whole`).
+    """
+
+    def check(value: object) -> object:
+        if not isinstance(value, str) or value in places:
+            return value
+        near, is_formed = likeliest(value, places), re.search(pattern, value) is not None
+        if is_formed:
+            near = [name for name in near if is_whole and SequenceMatcher(None, value, name).ratio() >= SLIP]
+        if near:
+            words = words_of(pattern)
+            meant = f"did you mean {' or '.join(map(repr, near))}? {words[0].upper()}{words[1:]}"
+            raise Wrong("", "no place of this name", value, meant)
+        return value
+
+    return BeforeValidator(check)
+
+
+Region = Annotated[
+    str, ruled(_REGION, "a region of Google Cloud, such as us-central1"), one_meant(_REGION, REGIONS, is_whole=True)
+]
+Zone = Annotated[str, ruled(ZONE, "a zone of Google Cloud, such as us-central1-a")]
 # A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
 Reservation = Annotated[str, ruled(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$", f"{_NAME} 63 characters")]
 # https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
@@ -74,17 +106,13 @@ Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
 
 
 def corrected(pattern: str, value: object) -> str:
-    """The text that matches a pattern, and that a value of another form probably means; "" if there is none.
-
-    "US-Central1" means us-central1, and "us-central1-a" means its region where a region is expected.
-    """
+    """The text that matches a pattern, and that a value of another form probably means; "" if there is none."""
     if not isinstance(value, str):
         return ""
     simple = cut(value.strip(), 64)
     forms = (simple, simple.lower(), re.sub(r"[\s_]+", "-", simple.lower()), re.sub(r"[\s-]+", "_", simple.upper()))
     lengths = (simple.lower().replace(" ", ""), re.sub(r"\s*(second|minute|hour|day)s?$", _unit, simple.lower()))
-    place = re.sub(r"-[a-z]$", "", simple.lower())
-    return next((form for form in (*forms, *lengths, place) if form and re.search(pattern, form)), "")
+    return next((form for form in (*forms, *lengths) if form and re.search(pattern, form)), "")
 
 
 def _unit(match: re.Match[str]) -> str:
@@ -154,7 +182,8 @@ def check_source(value: str) -> str:
     if value.startswith("gs://"):
         if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f]+", value):
             bucket = value.removeprefix("gs://").partition("/")[0]
-            raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, "gs://bucket/path")
+            expected = "gs://bucket/path, with 3 to 222 lower-case letters, digits, -, _ and . as the bucket"
+            raise Wrong("", f"not a gs:// URI{_foreign(bucket)}", value, expected)
     elif answer := misnamed.instead(value):
         message, expected = answer
         raise Wrong("", message, value, expected)

@@ -42,6 +42,7 @@ class Serving(Part):
     with_: dict[str, JsonValue] | None = Field(
         default=None, alias="with", description="fields of `serve`, such as region, for a model of another deployment"
     )
+    again: bool = Field(default=False, description="true to deploy a model again that serves already, or false")
 
     @property
     def has_canary(self) -> bool:

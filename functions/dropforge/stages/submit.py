@@ -66,7 +66,7 @@ def submit_object(
     try:
         data = read_spec(context, bucket, name, generation, size, md5)
     except InvalidSpec as error:
-        if context.store.has_cancel(run):
+        if context.store.has_cancel(run) and context.store.find(run) is None:
             return _cancel_unread(context, run, source)
         return _reject(context, run, source, error.problems, b"")
     return _submit(context, run, source, data, digest_of(f"gs://{bucket}/{name}", again, data))
@@ -204,7 +204,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
 
     if not _URI.fullmatch(uri):
         raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", cut(repr(uri), 120), "gs://bucket/path")])
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    bucket, name = names.parse_gs_uri(uri)
     if not _may_hold_specs(bucket, context.settings):
         allowed = ", ".join([context.settings.specs_bucket, *_data_buckets(context.settings)])
         problem = SpecProblem("/spec_uri", "specs are not read from this bucket", f"gs://{bucket}", f"one of {allowed}")
@@ -392,8 +392,11 @@ def _cancel_unread(context: Context, run: str, source: Source) -> Record:
 
 def _reject(context: Context, run: str, source: Source, problems: list[SpecProblem], data: bytes) -> Record:
     store = context.store
-    if existing := store.find(run):
-        return resume(context, existing)  # another delivery has accepted a spec that this delivery could not read
+    if existing := store.find(run):  # another delivery has accepted a spec that this delivery could not read
+        record = resume(context, existing)
+        if record.run != run:
+            _join(context, record, Intent(run=run, source=source))
+        return record
     now = context.now()
     listed: list[dict[str, JsonValue]] = [
         {field: text and redact(text) for field, text in problem._asdict().items()} for problem in problems

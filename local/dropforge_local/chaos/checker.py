@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import forgeries, limits, outcomes, places, progress
+from . import forgeries, limits, outcomes, places, progress, repeats
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -53,6 +53,7 @@ def check(history: History) -> list[Problem]:
         for rule in RULES:
             problems += [Problem(rule.__name__, life.run, time, text) for time, text in rule(life)]
     problems += [Problem("places_are_kept", "", *found) for found in places.places_are_kept(history, lives.values())]
+    problems += [Problem("one_intent", "", *found) for found in repeats.one_intent(history, lives)]
     problems += [Problem("sweeps_end", "", time, text) for time, text in outcomes.sweeps_end(history)]
     problems += [Problem("hostile_does_nothing", "", *found) for found in hostile_does_nothing(history)]
     problems += _defects(history)
@@ -60,13 +61,13 @@ def check(history: History) -> list[Problem]:
 
 
 def one_run(life: Life) -> Iterator[tuple[float, str]]:
-    """One spec, however often it is delivered, makes one record. There is no record without a spec.
+    """One spec, however often it is delivered, makes one record, or joins a run. There is no record without a spec.
 
     A spec that is deleted before submit reads it may have no record, or a record that was rejected or cancelled.
     """
     if life.records and not life.dropped:
         yield life.records[0].time, "the run has a record, but no user dropped its spec"
-    if life.dropped and not life.records and not (life.withdrawn and life.was_lost):
+    if life.dropped and not life.records and not life.joined and not (life.withdrawn and life.was_lost):
         yield life.end.time, "a user dropped its spec, but the run has no record"
     if len(life.creations) > 1:
         yield life.creations[1].time, "the record was created twice"
@@ -196,7 +197,7 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
     must_cancel = request is not None and request.value["state"] not in (*TERMINAL, "TEARING_DOWN")
     if must_cancel and life.over.value["state"] != "CANCELLED":
         yield life.over.time, f"the cancel was recorded, but the run ended {life.over.value['state']}"
-    unrequested = request is None or not (life.cancels or life.withdrawn)
+    unrequested = request is None or not (life.cancels or life.withdrawn or life.is_cancelled_by_repeat)
     if life.over.value["state"] == "CANCELLED" and unrequested:
         yield life.over.time, "the run ended CANCELLED without a cancel request"
     for cancel in life.cancels:

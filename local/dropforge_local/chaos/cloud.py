@@ -127,15 +127,19 @@ class Cloud:
 
     def _uploaded(self, bucket: str, name: str, generation: int, size: int) -> None:
         if bucket == SPECS:
-            data = {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
+            data = self._data(bucket, name, generation, size)
             about = {"object": name, "generation": str(generation)}
             self.events.send("on_spec_uploaded", event_of(_source(bucket), data), about, may_drop=True)
 
     def _deleted(self, bucket: str, name: str, generation: int) -> None:
         if bucket == SPECS:
-            data = {"bucket": bucket, "name": name, "generation": str(generation), "size": "0"}
+            data = self._data(bucket, name, generation, 0)
             about = {"object": name, "message": f"deleted {generation}"}
             self.events.send("on_spec_deleted", event_of(_source(bucket), data), about)
+
+    def _data(self, bucket: str, name: str, generation: int, size: int) -> dict[str, Any]:
+        """What an event tells about an object."""
+        return {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
 
     def _no_config(self, source: str, revision: str) -> bytes:
         raise OSError("the simulated cloud has no Hub")

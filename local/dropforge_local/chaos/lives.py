@@ -113,6 +113,8 @@ class Life:
     dropped: list[At] = field(default_factory=list)
     withdrawn: At | None = None  # its spec object was deleted or overwritten
     was_lost: bool = False  # the event of its upload was lost
+    joined: At | None = None  # the run event that says which run its request has joined
+    is_cancelled_by_repeat: bool = False  # a user cancelled a request that has joined it
     forged: list[At] = field(default_factory=list)  # requests about this id, which no run has
     creations: list[At] = field(default_factory=list)
     records: list[At] = field(default_factory=list)
@@ -200,6 +202,8 @@ def read(history: History) -> dict[str, Life]:
         life.completions, life.callers = reader.completions, reader.calls
         life.delays = sorted([*life.delays, *reader.delays])
         dropped = life.dropped[0].value if life.dropped else {}
+        if life.joined is not None and life.cancels:
+            reader.lives[life.joined.value["event"]["run"]].is_cancelled_by_repeat = True
         life.was_lost = (dropped.get("object"), dropped.get("generation")) in reader.lost
     return dict(reader.lives)
 
@@ -330,6 +334,8 @@ def _record_message(lives: dict[str, Life], kind: str, here: At) -> None:
     data = here.value
     if kind == "published":
         lives[data["event"]["run"]].published.append(here)
+        if repeated := (data["event"].get("details") or {}).get("joined"):
+            lives[repeated].joined = here
     elif kind == "slack":
         lives[data["event"].split("/")[0]].slack.append(here)
     elif kind == "withdrawn":

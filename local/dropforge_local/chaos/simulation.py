@@ -10,6 +10,7 @@ from . import focus
 from .cloud import Cloud
 from .faults import Strike
 from .history import History
+from .repeats import RepeatCloud, Repeating
 from .scheduler import START
 from .specs import TARGETS, clusters
 from .trainer import Work
@@ -35,6 +36,16 @@ def run(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     world.calm = START + world.random.uniform(2400, 5400)
     _plan_restarts(world, cloud)
     return _live(world, cloud, world.calm + SETTLE_SECONDS * (MOST_IN_TURN if most_runs else 1))
+
+
+def run_repeated(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
+    """The history of a seed whose users also send again what they have sent (repeats.py)."""
+    world = World(seed)
+    cloud = RepeatCloud(world, clusters(targets))
+    Repeating(world, cloud, targets).begin()
+    world.calm = START + world.random.uniform(2400, 5400)
+    _plan_restarts(world, cloud)
+    return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
 def run_struck(strike: Strike, target: str = "cloud_run") -> History:

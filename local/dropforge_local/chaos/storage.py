@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from base64 import b64encode
@@ -186,6 +187,7 @@ class Blob:
         self.metadata: dict[str, str] | None = None
         self.size: int | None = None
         self.crc32c: str | None = None
+        self.md5_hash: str | None = None
         self.time_created: datetime | None = None
         self.updated: datetime | None = None
 
@@ -201,6 +203,7 @@ class Blob:
         self.generation, self.size = stored.generation, len(stored.data)
         self.metadata = stored.metadata
         self.crc32c = b64encode(zlib.crc32(stored.data).to_bytes(4, "big")).decode()
+        self.md5_hash = b64encode(hashlib.md5(stored.data, usedforsecurity=False).digest()).decode()
         self.time_created = self.updated = datetime.fromtimestamp(stored.created, UTC)
 
     def upload_from_string(

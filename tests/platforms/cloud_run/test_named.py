@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import PermissionDenied
+from google.api_core.exceptions import NotFound, PermissionDenied, ServiceUnavailable
 from google.cloud import run_v2
+from requests import ReadTimeout
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass
 from dropforge.platforms.cloud_run.named import NamedService, service_request
@@ -52,7 +53,7 @@ class CloudRun:
         self.revisions = ["df-1", "df-2", "df-0"]
         self.updates: list[Any] = []
         self.deleted: list[str] = []
-        services = SimpleNamespace(get_service=lambda **_: self.service, update_service=self._update)
+        self.services = services = SimpleNamespace(get_service=lambda **_: self.service, update_service=self._update)
         revisions = SimpleNamespace(list_revisions=self._list, delete_revision=self._delete)
         self.cloud = cloud_with(SETTINGS, run_services=services, run_revisions=revisions)
         ticks = iter(range(0, 10_000, 5))
@@ -92,6 +93,43 @@ def test_an_update_names_the_version_that_was_read() -> None:
     assert [(each["service"].etag, list(each["update_mask"]["paths"])) for each in run.updates] == [
         ("version-7", ["traffic"])
     ]
+
+
+@pytest.mark.parametrize(("failure", "did_nothing"), [(ServiceUnavailable("no"), True), (ReadTimeout("lost"), False)])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_only_an_answer_proves_that_a_request_made_no_revision(
+    is_new: bool, failure: Exception, did_nothing: bool
+) -> None:
+    run = CloudRun()
+
+    def look(**_: Any) -> Any:
+        if is_new:
+            raise NotFound("no service")
+        return run.service
+
+    def refuse(**_: Any) -> None:
+        raise failure
+
+    run.services.get_service, run.services.create_service, run.services.update_service = look, refuse, refuse
+    with pytest.raises(CloudError) as raised:
+        SERVER.deploy(run.cloud, CANDIDATE, [SERVING])
+    assert raised.value.did_nothing is did_nothing
+
+
+def test_a_look_proves_nothing_after_the_request() -> None:
+    for looks, did_nothing in ((0, True), (1, False)):
+        run = CloudRun()
+        answers: Any = iter([run.service] * looks)
+
+        def look(answers: Any = answers, **_: Any) -> Any:
+            if found := next(answers, None):
+                return found
+            raise ServiceUnavailable("no")
+
+        run.services.get_service = look
+        with pytest.raises(CloudError) as raised:
+            SERVER.deploy(run.cloud, CANDIDATE, [SERVING])
+        assert (raised.value.did_nothing, len(run.updates)) == (did_nothing, looks)
 
 
 def test_a_service_of_another_owner_stays_as_it_is() -> None:

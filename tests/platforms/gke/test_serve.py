@@ -33,7 +33,7 @@ from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmu
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
-from ...deployments import clients, here
+from ...deployments import clients, here, intend
 from ...stage_calls import deploy, sweep, teardown
 from ..shared import (
     ME,
@@ -160,7 +160,7 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
         f"{LOCATION}/clusters/c1",
         {"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": NAMESPACE, "name": f"df-{run}-a1"}},
     )
-    cloud.store.intend(run, training.kind, training.name, 1)
+    intend(cloud.store, run, training.kind, training.name, 1)
     assert cloud.deploy(run)["status"] == "READY"
     assert deploy(run, ME)["status"] == "READY"  # the second call creates nothing
     record = cloud.store.record(run)

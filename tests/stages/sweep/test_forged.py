@@ -21,7 +21,7 @@ from dropforge.run.record import Endpoint, LedgerEntry, Record, ResourceState, R
 from dropforge.stages.answers import Swept
 from dropforge.stages.sweep.sweep import sweep
 
-from ...deployments import Memory, context_with, settings_with
+from ...deployments import Memory, context_with, intend, settings_with
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)  # long after the objects in memory were written
 HOUR = timedelta(hours=1)
@@ -71,7 +71,7 @@ class World:
         self.platform = platform
         store = self.context.store
         store.create(record(VICTIM, RunState.TRAINING, execution="live"))
-        store.intend(VICTIM, JOB, job(VICTIM), 1)
+        intend(store, VICTIM, JOB, job(VICTIM), 1)
         times = {"ready": NOW - HOUR, "expires": NOW - timedelta(minutes=1)}
         endpoint = Endpoint(url="u", model="m", service=service(EXPIRED), region="r", **times)
         store.create(record(EXPIRED, RunState.SUCCEEDED, endpoint=endpoint))

@@ -28,7 +28,7 @@ from dropforge.stages.sweep.lost_work import (
     submit,
 )
 
-from ...deployments import SETTINGS, Memory, context_with
+from ...deployments import SETTINGS, Memory, context_with, intend
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
@@ -140,7 +140,7 @@ class World:
         """Store a run that has succeeded and whose endpoint, by default, expires in an hour."""
         trained = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW)
         self.add_finished(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
-        self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
+        intend(self.store, RUN, KINDS[SERVICE], SERVICE, 1)
         self.cloud.add(SERVICE)
         return self.store.record(RUN)
 
@@ -285,7 +285,7 @@ def test_the_submission_of_an_accepted_run_is_continued(world: World) -> None:
 
 def test_the_leftovers_of_a_finished_run_are_deleted_before_it_is_closed(world: World) -> None:
     world.add_finished()
-    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    intend(world.store, RUN, KINDS[JOB], JOB, 1)
     world.cloud |= {JOB, "stuck"}
     world.settle()
     assert world.is_open
@@ -301,7 +301,7 @@ def test_a_run_stays_open_while_a_late_call_may_write_to_its_ledger(world: World
     world.add_finished(ended=LATE_FOR)
     world.settle()
     assert world.is_open
-    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    intend(world.store, RUN, KINDS[JOB], JOB, 1)
     world.settle(now=NOW + SECOND)
     assert world.store.ledger(RUN).remaining() == []
     assert not world.is_open
@@ -346,7 +346,7 @@ def test_a_refusal_is_announced_once(world: World) -> None:
 def test_an_end_is_announced_even_if_a_deletion_is_refused(world: World) -> None:
     world.add_finished()
     world.executions["old"] = "FAILED"
-    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    intend(world.store, RUN, KINDS[JOB], JOB, 1)
 
     def refuse(name: str) -> bool:
         raise CloudError(ErrorClass.PERMISSION, "no")
@@ -360,7 +360,7 @@ def test_an_end_is_announced_even_if_a_deletion_is_refused(world: World) -> None
 
 def test_a_live_endpoint_is_kept_without_a_further_request(world: World) -> None:
     world.add_served()
-    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    intend(world.store, RUN, KINDS[JOB], JOB, 1)
     world.settle()
     assert world.done == ["delete a1"]
     assert world.cloud == {SERVICE}
@@ -374,7 +374,7 @@ def test_the_sweep_sends_each_warning_about_an_endpoints_cost_once(world: World)
     world.store.update(
         RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, stored.history[1]]})
     )
-    world.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
+    intend(world.store, RUN, KINDS[SERVICE], SERVICE, 1)
     world.cloud.add(SERVICE)
     for hours, warnings in ((0, []), (1, ["warn budget-50"]), (1.5, []), (3, ["warn budget-80"]), (3.5, [])):
         world.done.clear()

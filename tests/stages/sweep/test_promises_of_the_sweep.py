@@ -10,6 +10,7 @@ from dropforge.run.record import RunState
 from dropforge.stages.sweep import cursor, lost_work
 from dropforge.stages.sweep.sweep import BATCH, sweep
 
+from ...deployments import intend
 from . import test_lost_work as lost
 from .test_forged import EXPIRED, VICTIM, World
 from .test_many import READ_SECONDS, Crowd
@@ -63,7 +64,7 @@ def test_a_run_that_did_not_succeed_keeps_no_endpoint(state: RunState, monkeypat
     """Its endpoint was ready before the run was cancelled, or before its execution failed."""
     world = lost.World(monkeypatch)
     world.add_finished(state, endpoint=lost.endpoint())
-    world.store.intend(lost.RUN, lost.KINDS[lost.SERVICE], lost.SERVICE, 1)
+    intend(world.store, lost.RUN, lost.KINDS[lost.SERVICE], lost.SERVICE, 1)
     world.cloud.add(lost.SERVICE)
     world.settle()
     assert world.cloud == set()

@@ -15,7 +15,7 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.classify import classify, classify_create, classify_first_look, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.platforms.named import (
@@ -69,6 +69,9 @@ class NamedService(NamedServer):
         name = self.service_name(candidate.deployment)
         try:
             service = _find(cloud, name)
+        except client_errors() as error:
+            raise classify_first_look(error) from error
+        try:
             if service is None:  # the first revision; or somebody has deleted the service, and nothing serves
                 _create(cloud, name, service_request(candidate, []))
             else:
@@ -213,6 +216,8 @@ def _create(cloud: Cloud, name: str, wanted: Json) -> None:
         )
     except Conflict:
         return  # an earlier create whose reply was lost; the next call checks the owner
+    except client_errors() as error:
+        raise classify_create(error) from error
 
 
 def _update(cloud: Cloud, service: Any, fields: Json, fence: Fence) -> None:
@@ -227,6 +232,8 @@ def _update(cloud: Cloud, service: Any, fields: Json, fence: Fence) -> None:
         cloud.clients.run_services().update_service(request=request, timeout=TIMEOUT_SECONDS)
     except Conflict:
         return  # ABORTED: the caller looks again
+    except client_errors() as error:
+        raise classify_create(error) from error
 
 
 def _message(service: Json) -> Any:

@@ -15,6 +15,7 @@ from datetime import datetime
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
+from dropforge.cloud.classify import something_may_exist
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes, Object
 from dropforge.platforms.named import (
@@ -84,17 +85,20 @@ class NamedDeployments(NamedServer):
         front.check(api, service)
         if existing is not None:
             check_owner(service, existing["metadata"].get("labels", {}), deployment.settings, candidate.endpoint)
-        for manifest in front.parts(workload):
-            _ensure(api, cluster, manifest, candidate)
-        name = workload.name
-        url = url_once_ready(cloud, api, workload, lambda: name if front.is_reached(api, service, name) else None)
-        if isinstance(url, Waits):
-            return url
-        if existing is None:  # the first revision; or somebody has deleted the object
-            selected = _serving(api, service, shares) or workload.name
-            _ensure(api, cluster, front.manifest(deployment, selected), candidate)
-        found = _reached(api, service, workload.name)
-        return found or Waits("the load balancer of the endpoint has no address yet")
+        first, *others = front.parts(workload)
+        _ensure(api, cluster, first, candidate)
+        with something_may_exist():
+            for manifest in others:
+                _ensure(api, cluster, manifest, candidate)
+            name = workload.name
+            url = url_once_ready(cloud, api, workload, lambda: name if front.is_reached(api, service, name) else None)
+            if isinstance(url, Waits):
+                return url
+            if existing is None:  # the first revision; or somebody has deleted the object
+                selected = _serving(api, service, shares) or workload.name
+                _ensure(api, cluster, front.manifest(deployment, selected), candidate)
+            found = _reached(api, service, workload.name)
+            return found or Waits("the load balancer of the endpoint has no address yet")
 
     def find(self, cloud: Cloud, service: str, number: int) -> Reached | None:
         api = _api(cloud, service)

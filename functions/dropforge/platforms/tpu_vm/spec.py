@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from dropforge.spec.demand import Demand
 from dropforge.spec.guess import one_of
 from dropforge.spec.job_spec import Accelerators, ServeSpec, TargetSpec, one_sold
 from dropforge.spec.machine import Machine, gib
-from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
+from dropforge.spec.parts import ZONE, Duration, Part, Reservation, Wrong, Zone, one_meant
 
 from .catalog import TPU_VMS, tpu_vm_quota
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 # Of the boot disk, which has 100 GB: the system and the server's image take the rest (an estimate).
 BOOT_DISK_FREE_GIB = 60
+_ZONES = tuple(dict.fromkeys(zone for known in TPU_VMS.values() for zone in known.zones))
+TpuZone = Annotated[Zone, one_meant(ZONE, _ZONES)]
 
 
 class TpuVmPlacement(Part):
     """A zone with TPUs and the kind of capacity to request there."""
 
-    zone: Zone = Field(description="A zone of Google Cloud.")
+    zone: TpuZone = Field(description="A zone of Google Cloud.")
     capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = Field(
         default="on_demand", description="on_demand, spot, guaranteed (the queue only), or a reservation."
     )
@@ -192,7 +194,7 @@ class TpuVmServe(OneMachine):
         default="v5litepod-8", description="Generation and size, by the TPU API's name. The model is on all chips."
     )
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
-    zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
+    zone: TpuZone | None = Field(default=None, description="Default: the first placement of a target of this type.")
     queued: bool = Field(
         default=True, description="True: wait for capacity in Google's queue. False: fail if there is no capacity now."
     )

@@ -11,6 +11,7 @@ from dropforge.base import names
 from dropforge.base.changes import evolve
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.redact import cut
+from dropforge.cloud.classify import something_may_exist
 from dropforge.context import Context
 from dropforge.endpoints import shared
 from dropforge.endpoints.record import EndpointRecord, EndpointState, Revision, Rollout, RolloutState, Seen
@@ -29,6 +30,7 @@ from dropforge.stages.answers import Answer, Pending
 from dropforge.stages.completion import completion_problem
 from dropforge.stages.looks import next_look_since, next_turn
 from dropforge.stages.parity import SHARE, compare
+from dropforge.stages.waits import QUIET_SECONDS
 
 from . import canary, copies
 from .answers import Promoted, Retired, RolledBack, Superseded, Suspended
@@ -68,12 +70,17 @@ def advance(context: Context, endpoint: str, rollout: str, execution: str) -> An
 
 def _take_steps(context: Context, record: EndpointRecord, rollout: str) -> Answer | None:
     """Take one step after the other; None once the rollout has ended."""
+    paid = record.paid
+    if record.rollout(rollout).refused:
+        asked = context.now()
+        record = context.endpoints.update(record.name, lambda latest: latest.with_request(rollout, asked))
     while not (mine := record.rollout(rollout)).state.is_terminal:
         try:
             if (answer := _STEPS[mine.state](context, record, mine)) is not None:
                 return answer
         except (CloudError, Malformed, NotFound) as found:
             error = _failure(found)
+            _note_refusal(context, record, mine, error, record.paid - paid)
             if _may_pass(context, mine, error):
                 raise
             if mine.state is RolloutState.UNDOING:
@@ -87,6 +94,24 @@ def _take_steps(context: Context, record: EndpointRecord, rollout: str) -> Answe
 def _failure(found: CloudError | Malformed | NotFound) -> CloudError:
     """Why a rollout fails. What a run has left may be damaged: another call finds it as it is."""
     return found if isinstance(found, CloudError) else CloudError(ErrorClass.CODE, str(found), DAMAGED_HINT)
+
+
+def _note_refusal(context: Context, record: EndpointRecord, mine: Rollout, error: CloudError, began: set[int]) -> None:
+    """Keep why a step that is tried again has failed, and that its revisions cost nothing if nothing of them exists.
+
+    `began` are the revisions whose costs began in this call: no other call has requested instances of them.
+    """
+    is_request = mine.state in (RolloutState.DEPLOYING, RolloutState.CHECKING)
+    refused = began if error.did_nothing and is_request else set()
+    is_due = mine.started is not None and context.now() - mine.started >= timedelta(seconds=QUIET_SECONDS)
+    reason = cut(error.message, MAX_REASON) if is_due and _may_pass(context, mine, error) else mine.wait_reason
+
+    def change(latest: EndpointRecord) -> EndpointRecord:
+        is_same = latest.rollout(mine.id).state is mine.state
+        return latest.with_refusal(mine.id, refused, reason) if is_same else latest
+
+    if change(record) is not record:
+        context.endpoints.update(record.name, change)
 
 
 def _begin(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
@@ -191,6 +216,12 @@ def _check(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | 
     _check_cancel(context, mine)
     if mine.kind == "resume" and not _has_instances(context, record, mine):
         return _wait(context, record, mine, "the endpoint is being resumed")
+    with something_may_exist():
+        return _ask(context, record, mine)
+
+
+def _ask(context: Context, record: EndpointRecord, mine: Rollout) -> Answer | None:
+    """Ask a revision that has instances, and compare it."""
     found = context.platforms.named(record.type).find(context.cloud, record.service, mine.revision)
     if found is None:
         hint = f"`dropforge serve RUN --as {record.name}` deploys its model again"

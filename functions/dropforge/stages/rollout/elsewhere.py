@@ -18,6 +18,7 @@ from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.context import Context
+from dropforge.endpoints.record import Revision
 from dropforge.money.limits import most_usd
 from dropforge.run.events import Request
 from dropforge.run.index import about
@@ -96,6 +97,12 @@ def _spec_there(client: Any, bucket: str, record: Record) -> bytes:
     if record.spec is not None:
         return json.dumps(record.spec).encode()
     return read_other(client, bucket, names.spec_object(record.run), MAX_SPEC_BYTES)
+
+
+def is_copy_of(context: Context, model: Model, revision: Revision) -> bool:
+    """Whether a revision is a copy of a model that is served as a request wants it."""
+    is_same = (revision.origin, revision.digest) == (model.origin.uri, model.origin.digest)
+    return is_same and context.store.spec(revision.run) == model.spec
 
 
 def add_run(context: Context, model: Model, run: str, request: Request) -> Record:

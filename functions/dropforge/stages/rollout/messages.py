@@ -5,13 +5,15 @@ A message that changes nothing is answered by a run event: a repeat would change
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.redact import cut
 from dropforge.context import Context
-from dropforge.endpoints.record import Canary
+from dropforge.endpoints.record import Canary, Revision
 from dropforge.run.events import Request
 from dropforge.run.origin import bucket_and_run
 from dropforge.run.record import Record
@@ -98,6 +100,7 @@ def _serve_own(context: Context, wanted: Serving, rollout: str, request: Request
         raise Refused(
             "`with` is for the model of another deployment: the spec of a run says how it is served", elsewhere.PAGE
         )
+    _check_new(context, wanted, rollout, lambda revision: record.run in revision.runs)
     spec = context.store.spec(record.run)
     canary = _canary(context, wanted, spec, _named(context, f"the spec of run {record.run}", spec.serve))
     requests.put_behind(context, record, spec, wanted.endpoint, rollout, request.who, request.topic, canary)
@@ -108,6 +111,7 @@ def _serve_of_another_deployment(context: Context, wanted: Serving, rollout: str
     run, uri = names.copy_id(rollout), wanted.run
     if (record := context.store.find(run)) is None:
         model = elsewhere.find_model(context, uri, wanted.endpoint, wanted.with_ or {})
+        _check_new(context, wanted, rollout, partial(elsewhere.is_copy_of, context, model))
         canary = _canary(context, wanted, model.spec, _named(context, f"the spec of {uri}", model.spec.serve))
         requests.check_request(context, model.spec, request.topic, canary is not None)
         record = elsewhere.add_run(context, model, run, request)
@@ -115,6 +119,12 @@ def _serve_of_another_deployment(context: Context, wanted: Serving, rollout: str
     assert spec.serve is not None, "another spec is refused"
     canary = _canary(context, wanted, spec, spec.serve)
     requests.put_behind(context, record, spec, wanted.endpoint, rollout, request.who, request.topic, canary)
+
+
+def _check_new(context: Context, wanted: Serving, rollout: str, is_asked: Callable[[Revision], bool]) -> None:
+    """Raises Unchanged for a model that serves already, unless the message asks for it `again`."""
+    if not wanted.again:
+        requests.check_new(context, wanted.endpoint, rollout, is_asked)
 
 
 def _named(context: Context, what: str, serve: ServeSpec | None) -> ServeSpec:

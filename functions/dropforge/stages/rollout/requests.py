@@ -16,7 +16,7 @@ from dropforge.base.errors import DropforgeError, ErrorClass, InvalidSpec, Malfo
 from dropforge.cloud.executions import find_rollout, start_rollout
 from dropforge.context import Context
 from dropforge.endpoints import shared
-from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Rollout, RolloutState
+from dropforge.endpoints.record import Canary, EndpointRecord, EndpointState, Kind, Revision, Rollout, RolloutState
 from dropforge.endpoints.shared import Adapter, Base
 from dropforge.platforms.named import NamedServer
 from dropforge.platforms.serving import Deployment
@@ -37,6 +37,20 @@ class Refused(DropforgeError):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class Unchanged(Refused):
+    """A request for what is so already."""
+
+
+def check_new(context: Context, endpoint: str, rollout: str, is_asked: Callable[[Revision], bool]) -> None:
+    """Raises Unchanged if an endpoint serves the model of a request already, and no rollout is about to change that."""
+    record = context.endpoints.find(endpoint)
+    if record is None or record.state is not EndpointState.SERVING or record.current or record.find(rollout):
+        return
+    if record.serving is not None and is_asked(record.serving):
+        message = f"endpoint {endpoint} serves this model already, as revision {record.stable}: nothing was changed"
+        raise Unchanged(message, f"`dropforge serve RUN --as {endpoint} --again` starts its server anew")
 
 
 def put_behind(
