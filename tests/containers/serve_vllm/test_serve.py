@@ -413,6 +413,20 @@ def test_answers_and_their_chunks_have_the_ids_and_keys_of_openai_s(endpoint: En
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 
+def test_a_seed_gives_one_answer_whatever_runs_beside_it(endpoint: Endpoint) -> None:
+    def ask(seed: int) -> str:
+        answer = endpoint.openai.completions.create(
+            model="text-to-sql", prompt="select ", max_tokens=40, temperature=2, seed=seed
+        )
+        return answer.choices[0].text
+
+    seeds = [1, 2, 1, 3, 1, 2]
+    alone = [ask(seed) for seed in seeds]
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        assert list(pool.map(ask, seeds)) == alone
+    assert len(set(alone)) == 3
+
+
 def test_concurrent_requests_are_all_answered(endpoint: Endpoint) -> None:
     def ask(_: int) -> str:
         return (
