@@ -34,6 +34,7 @@ COMPUTE = (
     "tests/cli/test_readme_demos.py",
     "tests/containers/test_seal.py",
     "tests/containers/serve_vllm/test_engine.py",
+    "tests/containers/serve_vllm/test_standin.py",
     "tests/containers/common/test_chat.py",
     "tests/containers/common/test_tokenise.py",
     "tests/containers/common/test_rows_in_errors.py",

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
@@ -66,6 +66,9 @@ from .engine import (
     without_sampling,
 )
 from .known import unknown_model
+
+if TYPE_CHECKING:  # the images of accelerators have no aiohttp
+    from .gate import Gate
 
 BAD_CONFIG = 64
 NOT_FOUND = 66
@@ -283,12 +286,11 @@ async def start(
     parsers: Parsers,
     loaded: Sequence[Loaded],
     ending: AsyncExitStack,
-) -> tuple[Any, subprocess.Popen[bytes]]:
+) -> tuple[Gate, subprocess.Popen[bytes]]:
     """Start the engine and the gate. `ending` stops first the gate, whose unfinished answers need the engine."""
     from aiohttp import web
 
-    from .gate import Gate
-    from .prompt import PromptCounter, describe_answers
+    from .prompt import describe_answers
 
     model, port = str(directory / "model"), free_port()
     if engine == "transformers":
@@ -297,23 +299,35 @@ async def start(
             answer_greedily(directory / "model")
     process = start_engine(settings, engine, model, port, directory, parsers, loaded)
     ending.callback(end, process)
-    gate = Gate(
-        upstream=f"http://127.0.0.1:{port}",
-        inner_name=model if engine == "transformers" else settings.served_name,
-        served_name=settings.served_name,
-        adapters=[adapter.name for adapter in loaded],
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        count_tokens=PromptCounter(directory / "model").count,
-        is_standin=engine == "transformers",
-        key=os.environ.get(KEY, ""),
-        ends_connections=bool(settings.drain_seconds),
-    )
-    runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=settings.drain_seconds or 0.2)
+    gate = make_gate(settings, engine, directory / "model", port, loaded)
+    runner = gate.runner(shutdown_timeout=settings.drain_seconds or 0.2)
     ending.push_async_callback(runner.cleanup)
     await runner.setup()
     await web.TCPSite(runner, settings.host, settings.port).start()
     return gate, process
+
+
+def make_gate(settings: Settings, engine: EngineName, model: Path, port: int, loaded: Sequence[Loaded]) -> Gate:
+    """The gate in front of the engine at a port of this machine."""
+    from .gate import Gate
+    from .prompt import PromptCounter
+    from .standin_gate import StandinGate
+
+    upstream, name, key = f"http://127.0.0.1:{port}", settings.served_name, os.environ.get(KEY, "")
+    ends_connections = bool(settings.drain_seconds)
+    if engine != "transformers":
+        return Gate(upstream, name, key, ends_connections)
+    return StandinGate(
+        upstream,
+        name,
+        key=key,
+        ends_connections=ends_connections,
+        model=str(model),
+        adapters=[adapter.name for adapter in loaded],
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        count_tokens=PromptCounter(model, settings.max_model_len).count,
+    )
 
 
 def answer_greedily(directory: Path) -> None:
@@ -324,7 +338,7 @@ def answer_greedily(directory: Path) -> None:
 
 
 async def watch(
-    gate: Any,
+    gate: Gate,
     process: subprocess.Popen[bytes],
     stop: asyncio.Event,
     starting: compiled.Start,

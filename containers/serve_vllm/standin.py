@@ -2,27 +2,91 @@
 
 transformers 5.23 ignores requests for log-probabilities, and takes no token ids as a prompt. This process answers both
 in vLLM's format (`return_token_ids`, `prompt_logprobs`, a list of ids as `prompt`), with the model that it serves. A
-request for a NAME is answered with the adapter in its DIRECTORY, every other request with the model alone. The gate in
-front of it refuses what it does not do.
+request for a NAME is answered with the adapter in its DIRECTORY, every other request with the model alone. A seed holds
+for its own request, and the work for a client ends when the client leaves. The gate in front of it refuses what it does
+not do.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, ClassVar
 
 import torch
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serve import Serve
-from transformers.cli.serving import chat_completion, completion, model_manager, utils
+from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
 
-ids_of_request: ContextVar[tuple[list[int], list[int]]] = ContextVar("ids_of_request")
+Message = MutableMapping[str, Any]
+Application = Callable[..., Awaitable[None]]
+
+
+@dataclass
+class Asked:
+    """A request: its seed, whether its client has left, and the token ids of its prompt and of its answer."""
+
+    seed: int | None = None
+    left: Event = field(default_factory=Event)
+    ids: tuple[list[int], list[int]] = ([], [])
+
+
+asked: ContextVar[Asked] = ContextVar("asked")
+
+
+class Departed(Exception):
+    """The client has left before the computation for it began."""
+
+
+class Watched:
+    """The application of `transformers serve`, which learns that a client has left.
+
+    transformers itself looks for that only while it sends a stream.
+    """
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._application(scope, receive, send)
+        request = Asked()
+        asked.set(request)
+        watches: list[asyncio.Task[Message]] = []
+
+        async def received() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                request.left.set()
+            elif not message.get("more_body"):  # the next message is the end of the connection
+                watches.append(asyncio.create_task(received()))
+            return message
+
+        try:
+            with suppress(Departed):
+                await self._application(scope, received, send)
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+
+class Left(StoppingCriteria):  # type: ignore[misc]
+    """Ends the answer to a client that has left."""
+
+    def __init__(self, left: Event) -> None:
+        self._left = left
+
+    def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self._left.is_set(), device=input_ids.device, dtype=torch.bool)
 
 
 class Manager(utils.GenerateManager):  # type: ignore[misc]
@@ -30,19 +94,21 @@ class Manager(utils.GenerateManager):  # type: ignore[misc]
 
     async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         text, length, ids = await super().generate_non_streaming(model, processor, inputs, *args, **options)
-        ids_of_request.set((_ids(inputs["input_ids"][0]), _ids(ids)))
+        asked.get().ids = (_ids(inputs["input_ids"][0]), _ids(ids))
         return text, length, ids
 
 
 class View:
-    """The model with one of its adapters (""; with none). All requests share the model's weights.
+    """The model for one request, with one of its adapters (""; with none). All requests share the model's weights.
 
-    transformers computes on one thread per model, so the choice holds until the end of a computation.
+    transformers computes on one thread per model, one request after the other. So the choice of an adapter and the
+    state of PyTorch's one generator of random numbers hold until the end of a computation.
     """
 
     def __init__(self, model: Any, adapter: str) -> None:
         self._model = model
         self._adapter = adapter
+        self._asked = asked.get()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -53,13 +119,25 @@ class View:
 
     def generate(self, *args: Any, **options: Any) -> Any:
         with self._chosen():
-            return self._model.generate(*args, **options)
+            if self._asked.seed is None:
+                torch.seed()  # otherwise the answer would depend on the seed of a request before
+            else:
+                torch.manual_seed(self._asked.seed)
+            until = StoppingCriteriaList([Left(self._asked.left)])
+            return self._model.generate(*args, stopping_criteria=until, **options)
 
-    def _chosen(self) -> AbstractContextManager[Any]:
-        if not self._adapter:
-            return self._model.disable_adapter()  # type: ignore[no-any-return]
-        self._model.set_adapter(self._adapter)
-        return nullcontext()
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Compute with the adapter, if the client is still there. Raises Departed."""
+        if self._asked.left.is_set():
+            raise Departed
+        if self._adapter:
+            self._model.set_adapter(self._adapter)
+        if self._adapter or not Models.adapters:
+            yield
+        else:
+            with self._model.disable_adapter():
+                yield
 
 
 class Models(model_manager.ModelManager):  # type: ignore[misc]
@@ -90,7 +168,8 @@ class Models(model_manager.ModelManager):  # type: ignore[misc]
 class Sampling:
     """Samples where a request gives a temperature: transformers ignores it if the model's default is greedy.
 
-    Answers with the adapter that a request names.
+    transformers would set the seed when a request arrives, while it computes the answer to another one. Answers with
+    the adapter that a request names.
     """
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
@@ -99,10 +178,11 @@ class Sampling:
         if adapter:
             body["model"] = self.model_manager.force_model  # type: ignore[attr-defined]
         name, model, processor = super()._resolve_model(body)  # type: ignore[misc]
-        return name, View(model, adapter) if adapters else model, processor
+        return name, View(model, adapter), processor
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
+        asked.get().seed = body.get("seed")
+        config = super()._build_generation_config({**body, "seed": None}, *args, **options)  # type: ignore[misc]
         config.do_sample = config.do_sample if body.get("temperature") is None else body["temperature"] > 0
         return config
 
@@ -111,11 +191,11 @@ class Chats(Sampling, chat_completion.ChatCompletionHandler):  # type: ignore[mi
     """The route of chat completions."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        is_asked = body.pop("return_token_ids", False) and not body.get("stream")
+        wants_ids = body.pop("return_token_ids", False) and not body.get("stream")
         response = await super().handle_request(body, request_id)
-        if not is_asked:
+        if not wants_ids:
             return response
-        prompt, answer = ids_of_request.get()
+        prompt, answer = asked.get().ids
         content = json.loads(response.body)
         content["choices"][0]["token_ids"] = answer
         return JSONResponse({**content, "prompt_token_ids": prompt})
@@ -125,21 +205,21 @@ class Completions(Sampling, completion.CompletionHandler):  # type: ignore[misc]
     """The route of completions, for a text or a list of token ids."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        is_asked, count = body.pop("return_token_ids", False), body.pop("prompt_logprobs", None)
-        asked = body.get("model")  # transformers writes the name of the model that answers in its place
+        wants_ids, count = body.pop("return_token_ids", False), body.pop("prompt_logprobs", None)
+        asked_name = body.get("model")  # transformers writes the name of the model that answers in its place
         if isinstance(body.get("prompt"), list):
             response = await self._answer_ids(body, request_id)
         else:
             response = await super().handle_request(body, request_id)
-        if body.get("stream") or not (is_asked or count):
+        if body.get("stream") or not (wants_ids or count):
             return response
-        prompt, answer = ids_of_request.get()
+        prompt, answer = asked.get().ids
         content = json.loads(response.body)
         choice = content["choices"][0]
-        if is_asked:
+        if wants_ids:
             choice |= {"prompt_token_ids": prompt, "token_ids": answer}
         if count:
-            name, model, _ = self._resolve_model({**body, "model": asked})
+            name, model, _ = self._resolve_model({**body, "model": asked_name})
             manager = self.generation_state.get_manager(name)
             choice["prompt_logprobs"] = await manager.async_submit(prompt_logprobs, model, prompt, count)
         return JSONResponse(content)
@@ -183,6 +263,8 @@ def main(model: str, port: str, *adapters: str) -> None:
     utils.GenerateManager = Manager
     chat_completion.ChatCompletionHandler = Chats
     completion.CompletionHandler = Completions
+    build = server.build_server
+    server.build_server = lambda *parts, **options: Watched(build(*parts, **options))
     # The log of an endpoint has its start and its errors, as that of vLLM; a line for each request would bury them.
     logging.getLogger("uvicorn.access").addFilter(lambda record: False)
     Serve(model, device="cpu", dtype="auto", host="127.0.0.1", port=int(port), log_level="error")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -41,6 +42,7 @@ from .. import forked
 from ..conftest import RUNS, Attempt, Trainer, job_spec
 from ..forked import Forked
 from ..trained import int4
+from .answers import ANSWERS, CHAT, HELLO, TEXT
 from .conftest import MAX_MODEL_LEN, TRAINING, WholeRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test trains the model that the others serve
@@ -75,8 +77,11 @@ class Endpoint:
         return seal.model_copy(update={"rows": seal.rows[:SEALED_ROWS]})
 
     def post(self, route: str, **options: Any) -> requests.Response:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
-        return requests.post(f"{self.url}/v1/{route}", headers=headers, timeout=PATIENCE_SECONDS, **options)
+        return self.ask("POST", f"/v1/{route}", **options)
+
+    def ask(self, method: str, path: str, content_type: str = "application/json", **options: Any) -> requests.Response:
+        headers = {"Content-Type": content_type, "Authorization": f"Bearer {self.token}"}
+        return requests.request(method, f"{self.url}{path}", headers=headers, timeout=PATIENCE_SECONDS, **options)
 
 
 def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subprocess.Popen[str]:
@@ -354,9 +359,75 @@ def test_malformed_requests_are_bad_requests(endpoint: Endpoint, body: str) -> N
     assert response.json()["error"]["message"]
 
 
-def test_concurrent_requests_are_all_answered(endpoint: Endpoint) -> None:
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.mark.parametrize("name", ANSWERS)
+def test_both_engines_give_the_same_answers_and_errors_of_openai_s_shape(endpoint: Endpoint, name: str) -> None:
+    method, path, options, status = ANSWERS[name]
+    answer = endpoint.ask(method, path, **options)
+    assert answer.status_code == status, answer.text[:1000]
+    if status == 200:
+        assert answer.json()["model"] == "text-to-sql"
+    else:
+        assert answer.json()["error"]["message"]
+        assert {"type", "param", "code"} < answer.json()["error"].keys()
 
+
+ROUTES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("GET", "/version", {}, "version"),
+    ("POST", "/tokenize", {"json": {"prompt": "select"}}, "tokens"),
+    ("POST", "/detokenize", {"json": {"tokens": [5, 6]}}, "prompt"),
+    ("POST", "/v1/responses", {"json": {"input": "select", "max_output_tokens": 16}}, "output"),
+    ("POST", "/v1/messages", {"json": {"model": "text-to-sql", "messages": HELLO, "max_tokens": 4}}, "content"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "options", "key"), ROUTES)
+def test_further_routes_are_vllm_s_own(
+    vllm: Endpoint, method: str, path: str, options: dict[str, Any], key: str
+) -> None:
+    answer = vllm.ask(method, path, **options)
+    assert answer.status_code == 200, answer.text
+    assert key in answer.json()
+
+
+@pytest.mark.parametrize(("method", "path", "options", "key"), ROUTES)
+def test_the_stand_in_says_that_it_lacks_them(
+    stand_in: Endpoint, method: str, path: str, options: dict[str, Any], key: str
+) -> None:
+    answer = stand_in.ask(method, path, **options)
+    assert answer.status_code == 404
+    assert path in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "start"), [(CHAT, "chatcmpl-"), (TEXT, "cmpl-")])
+def test_answers_and_their_chunks_have_the_ids_and_keys_of_openai_s(endpoint: Endpoint, path: str, start: str) -> None:
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "select"}
+    whole = endpoint.ask("POST", path, json={**body, "max_tokens": 2}).json()
+    assert whole["id"].startswith(start)
+    assert {"index", "finish_reason", "logprobs"} < whole["choices"][0].keys()
+    streamed = {**body, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    lines = [line for line in endpoint.ask("POST", path, json=streamed).text.splitlines() if line]
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+    assert last["id"].startswith(start)
+    assert all("finish_reason" in choice for chunk in chunks for choice in chunk["choices"])
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+
+
+def test_a_seed_gives_one_answer_whatever_runs_beside_it(endpoint: Endpoint) -> None:
+    def ask(seed: int) -> str:
+        answer = endpoint.openai.completions.create(
+            model="text-to-sql", prompt="select ", max_tokens=40, temperature=2, seed=seed
+        )
+        return answer.choices[0].text
+
+    seeds = [1, 2, 1, 3, 1, 2]
+    alone = [ask(seed) for seed in seeds]
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        assert list(pool.map(ask, seeds)) == alone
+    assert len(set(alone)) == 3
+
+
+def test_concurrent_requests_are_all_answered(endpoint: Endpoint) -> None:
     def ask(_: int) -> str:
         return (
             endpoint.openai.chat.completions.create(
