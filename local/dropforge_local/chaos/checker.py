@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import forgeries, limits, outcomes, places, progress
+from . import container_rules, forgeries, limits, outcomes, places, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -55,6 +55,8 @@ def check(history: History) -> list[Problem]:
     problems += [Problem("places_are_kept", "", *found) for found in places.places_are_kept(history, lives.values())]
     problems += [Problem("sweeps_end", "", time, text) for time, text in outcomes.sweeps_end(history)]
     problems += [Problem("hostile_does_nothing", "", *found) for found in hostile_does_nothing(history)]
+    for about in container_rules.RULES:
+        problems += [Problem(about.__name__, "", time, text) for time, text in about(history)]
     problems += _defects(history)
     return sorted(problems, key=lambda problem: problem.time)
 
