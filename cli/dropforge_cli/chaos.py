@@ -33,6 +33,7 @@ Simulation = tuple[str, Callable[[], History]]  # the options that replay a simu
 @click.option("--each", is_flag=True, help="Strike one run at each of its effects with each fault, one at a time.")
 @click.option("--focused", is_flag=True, help="One run for each seed, struck once, in a state that the seed chooses.")
 @click.option("--repeated", is_flag=True, help="Users also send again what they have sent, and join a run by that.")
+@click.option("--containers", is_flag=True, help="With the real code of containers/ in the containers of the runs.")
 @click.option(
     "--target",
     "targets",
@@ -49,6 +50,7 @@ def chaos(
     each: bool,
     focused: bool,
     repeated: bool,
+    containers: bool,
     targets: tuple[str, ...],
     verbose: bool,
 ) -> None:
@@ -57,12 +59,14 @@ def chaos(
     It starts no process and does not wait: hours pass in a fraction of a second. One seed has the same history in every
     process, and so the same digest. Exits with 1 if a promise was broken.
     """
+    if containers and focused:
+        raise click.BadParameter("--focused has no real containers", param_hint="--containers")
     began = time.monotonic()
     count, broken = 0, 0
     cells: list[Aim | None] = []
     is_replay = seed is not None or strike is not None
     chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    simulations = list(_simulations(chosen, strike, each, focused, repeated, targets))
+    simulations = list(_simulations(chosen, strike, each, focused, repeated, containers, targets))
     for options, simulate in counted(simulations, len(simulations), "simulations"):
         history = simulate()
         problems = check(history)
@@ -85,24 +89,33 @@ def chaos(
 
 
 def _simulations(
-    seeds: range, strike: str | None, each: bool, focused: bool, repeated: bool, targets: tuple[str, ...]
+    seeds: range,
+    strike: str | None,
+    each: bool,
+    focused: bool,
+    repeated: bool,
+    containers: bool,
+    targets: tuple[str, ...],
 ) -> Iterator[Simulation]:
-    options = "".join(f" --target {target}" for target in targets)
+    options = "".join([" --containers" * containers, *(f" --target {target}" for target in targets)])
     if strike is None and not each:
         drawn = targets or tuple(TARGETS)
-        simulate = run_focused if focused else run_repeated if repeated else run
-        options = " --focused" * focused + " --repeated" * (repeated and not focused) + options
+        whole = run_repeated if repeated else partial(run, real_containers=containers)
+        simulate, options = (
+            (run_focused, f" --focused{options}") if focused else (whole, " --repeated" * repeated + options)
+        )
         yield from ((f"--seed {seed}{options}", partial(simulate, seed, drawn)) for seed in seeds)
         return
     if len(targets) > 1:
         raise click.BadParameter(f"{', '.join(targets)}: --strike and --each run one target", param_hint="--target")
     target = targets[0] if targets else STRUCK_TARGET
-    for fault in _each_strike(target) if strike is None else [_strike(strike)]:
-        yield f"--strike {fault.effect}:{fault.fault}{options}", partial(run_struck, fault, target)
+    simulate = partial(run_struck, target=target, real_containers=containers)
+    for fault in _each_strike(simulate) if strike is None else [_strike(strike)]:
+        yield f"--strike {fault.effect}:{fault.fault}{options}", partial(simulate, fault)
 
 
-def _each_strike(target: str) -> Iterator[Strike]:
-    effects = run_struck(Strike(0, STRIKES[0]), target).facts[-1].data["effects"]
+def _each_strike(simulate: Callable[[Strike], History]) -> Iterator[Strike]:
+    effects = simulate(Strike(0, STRIKES[0])).facts[-1].data["effects"]
     yield from (Strike(effect, fault) for effect in range(1, effects + 1) for fault in STRIKES)
 
 

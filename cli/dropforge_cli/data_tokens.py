@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -61,10 +60,9 @@ def why_no_model() -> str:
 
 def trainer() -> Any:
     """The trainer's modules of rows and of chat templates, which are beside this command in the repository."""
-    from dropforge_local.stack.config import ROOT
+    from dropforge_local.stack.config import find_containers
 
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
+    find_containers()
     from containers.common import chat, rows, training_template
 
     return rows, chat, training_template

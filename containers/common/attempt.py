@@ -21,6 +21,7 @@ from dropforge.spec import JobSpec, parse_spec
 
 from .checkpoints import CheckpointStore
 from .errors import DONE, JobError
+from .host import THIS_MACHINE, Host
 from .job import Job
 from .outcome import Outcome, outcome_of
 from .redactor import Redactor
@@ -43,6 +44,7 @@ class Attempt:
     client: Any
     checkpoints: CheckpointStore
     given_spec: Callable[[], Any]
+    host: Host = THIS_MACHINE
 
     def resend_success(self) -> bool:
         """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
@@ -78,23 +80,29 @@ class Attempt:
         self.reporter.close()
 
 
-def run_attempt(
-    run: Callable[[Attempt], Outcome],
-    work_directory: Callable[[Job], AbstractContextManager[Path]],
-) -> int:
+Run = Callable[[Attempt], Outcome]
+WorkDirectory = Callable[[Job], AbstractContextManager[Path]]
+
+
+def run_attempt(run: Run, work_directory: WorkDirectory) -> int:
     """Run one attempt and report its end; returns the exit code. The environment is the only input."""
+    return run_attempt_on(THIS_MACHINE, Clients(), StopRequest(), run, work_directory)
+
+
+def run_attempt_on(host: Host, clients: Clients, stop: StopRequest, run: Run, work_directory: WorkDirectory) -> int:
+    """`run_attempt` on a machine whose environment the clients have, and whose requests to stop `stop` gets."""
     try:
-        job = Job.from_environment()
+        job = Job.from_environment(clients.environment)
     except JobError as error:
         log(error.message, stage="train", severity="ERROR", hint=error.hint)
         return error.exit_code
-    clients, redact, stop = Clients(), Redactor(job.key), StopRequest()
-    reporter = Reporter(job, redact, clients)
+    redact = Redactor(job.key)
+    reporter = Reporter(job, redact, clients, host=host)
     try:
         with work_directory(job) as directory:
 
             def run_armed() -> Outcome:
-                return _run_armed(run, job, directory, clients, redact, stop, reporter)
+                return _run_armed(run, job, directory, clients, redact, stop, reporter, host)
 
             outcome = outcome_of(run_armed, job, stop, redact)
             return conclude(job, outcome, directory, reporter)
@@ -103,13 +111,14 @@ def run_attempt(
 
 
 def _run_armed(
-    run: Callable[[Attempt], Outcome],
+    run: Run,
     job: Job,
     directory: Path,
     clients: Clients,
     redact: Redactor,
     stop: StopRequest,
     reporter: Reporter,
+    host: Host,
 ) -> Outcome:
     """Listen for stop requests while `run` runs; a stop request first waits for the checkpoint that is uploading."""
     stop.arm(job.deadline, wake=not job.world.sharded)  # the process that started the ranks forwards the request
@@ -118,9 +127,9 @@ def _run_armed(
         client = clients.storage()
         reporter.connect()
     load_secrets(clients, os.environ)
-    checkpoints = CheckpointStore(client, job, reporter)
+    checkpoints = CheckpointStore(client, job, reporter, host)
     try:
-        return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints, clients.run_spec))
+        return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints, clients.run_spec, host))
     except Stopped as request:
         checkpoints.wait(max(UPLOAD_SECONDS, stop.seconds_left(job.grace_seconds) - UPLOAD_MARGIN_SECONDS))
         step = checkpoints.saved_step
@@ -129,7 +138,6 @@ def _run_armed(
         return Outcome.stopped(request.reason, step, stop.agreed)
     finally:
         stop.disarm()
-        checkpoints.close()
 
 
 def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) -> int:

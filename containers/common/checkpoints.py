@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dropforge.base.errors import NotFound
 from dropforge.base.log import log
+from dropforge.base.threads import Thread
 from dropforge.run import artifacts
 from dropforge.run.artifacts import ArtifactFile, Checkpoint
 from dropforge.run.proof import is_document_proved, with_proof
 
+from .host import THIS_MACHINE, Host
 from .job import Job
 from .report import Reporter
 
@@ -30,12 +30,12 @@ PART_SECONDS = 600.0
 class CheckpointStore:
     """The checkpoints of one run. A thread uploads them one at a time; a failed upload loses only its checkpoint."""
 
-    def __init__(self, client: Any, job: Job, reporter: Reporter) -> None:
+    def __init__(self, client: Any, job: Job, reporter: Reporter, host: Host = THIS_MACHINE) -> None:
         self._client = client
         self._job = job
         self._reporter = reporter
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._upload: Future[None] | None = None
+        self._clock, self._threads = host
+        self._upload: Thread | None = None
         self.saved_step = 0
         self.launch = ""  # the same in all ranks; tells this launch's parts from those of a killed launch
 
@@ -53,27 +53,26 @@ class CheckpointStore:
         if self._job.world.machine == 0:
             (local / NOTES).write_text(json.dumps(notes))
         self.wait()
-        self._upload = self._pool.submit(self._save, step, local)
+        self._upload = self._threads.start("checkpoint", partial(self._try_to_save, step, local))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the current upload has succeeded or failed, or for `timeout` seconds."""
         if self._upload is None:
             return
-        try:
-            self._upload.result(timeout)
-        except FutureTimeout:
+        self._upload.join(timeout)
+        if self._upload.is_alive():
             log("a checkpoint's upload takes too long", stage="train", run=self._job.run, severity="WARNING")
+
+    def _try_to_save(self, step: int, local: Path) -> None:
+        try:
+            self._save(step, local)
         except Exception as error:  # noqa: BLE001  (training continues; the previous checkpoint is still there)
             log(f"a checkpoint was not uploaded: {error!r}", stage="train", run=self._job.run, severity="WARNING")
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _save(self, step: int, local: Path) -> None:
         world, bucket, run = self._job.world, self._job.bucket, self._job.run
-        files = artifacts.upload_directory(
-            self._client, local, f"gs://{bucket}/{artifacts.checkpoint_prefix(run, step)}"
-        )
+        uri = f"gs://{bucket}/{artifacts.checkpoint_prefix(run, step)}"
+        files = artifacts.upload_directory(self._client, local, uri, self._threads)
         if world.machine > 0:
             self._hand_in(step, files)
             shutil.rmtree(local)  # this machine does not read it again
@@ -91,11 +90,11 @@ class CheckpointStore:
         part.upload_from_string(with_proof(self._job.key, part.name, listing), "application/json")
 
     def _wait_for_part(self, step: int, machine: int) -> list[ArtifactFile]:
-        part, deadline = self._part(step, machine), time.monotonic() + PART_SECONDS
+        part, deadline = self._part(step, machine), self._clock.monotonic() + PART_SECONDS
         while (data := self._proved(part)) is None:
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 raise TimeoutError(f"machine {machine} did not upload its shards of step {step} in {PART_SECONDS} s")
-            time.sleep(PART_POLL_SECONDS)
+            self._clock.sleep(PART_POLL_SECONDS)
         return [ArtifactFile.model_validate(file) for file in json.loads(data)["files"]]
 
     def _proved(self, part: Any) -> bytes | None:
@@ -110,7 +109,7 @@ class CheckpointStore:
     def _fetch(self, checkpoint: Checkpoint, local: Path) -> bool:
         """Download the files that the marker lists. Others may be of an earlier, incomplete upload by other ranks."""
         try:
-            artifacts.download_files(self._client, checkpoint.uri, local, checkpoint.files)
+            artifacts.download_files(self._client, checkpoint.uri, local, checkpoint.files, self._threads)
         except NotFound as error:
             message = f"{checkpoint.uri} differs from its marker: {error}"
             log(message, stage="train", run=self._job.run, severity="WARNING")

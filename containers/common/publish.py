@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dropforge.run.artifacts import MAX_FIELD, MAX_FIELDS, Manifest, Source
 from dropforge.run.events import dumps
 from dropforge.spec import JobSpec
 
+from .host import THIS_MACHINE, Host
 from .job import Job
 
 MODEL, BASE = "model", "base"  # what a server loads: a model of its own, or a base for many adapters
@@ -109,6 +110,7 @@ def publish(
     provenance: Provenance,
     metrics: Metrics,
     packages: Sequence[str],
+    host: Host = THIS_MACHINE,
 ) -> Manifest:
     """Upload `directory` below the attempt's own prefix and commit it, with the versions of `packages`.
 
@@ -118,11 +120,12 @@ def publish(
         names = ", ".join(odd)
         log(f"not finite, and null in the manifest: {names}", stage="train", run=job.run, severity="WARNING")
     prefix = artifacts.attempt_directory(job.attempt)
-    files = artifacts.upload_directory(client, directory, f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}")
+    uri = f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}"
+    files = artifacts.upload_directory(client, directory, uri, host.threads)
     manifest = Manifest(
         run=job.run,
         attempt=job.attempt,
-        created=datetime.now(UTC),
+        created=host.clock.now(),
         spec_sha256=spec_digest(spec),
         base=provenance.base,
         dataset=provenance.dataset,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
 from dropforge.base.redact import cut
+from dropforge.base.threads import Thread
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest, manifest_uri
 from dropforge.run.events import (
@@ -33,6 +32,7 @@ from dropforge.run.events import (
 from dropforge.run.series import Progress
 
 from .errors import JobError
+from .host import THIS_MACHINE, Host
 from .job import Job
 from .outcome import Outcome
 from .redactor import Redactor
@@ -57,19 +57,21 @@ class Reporter:
     Progress wakes no execution, so it is no event: it goes to the attempt's series in the runs bucket.
     """
 
-    def __init__(self, job: Job, redact: Redactor, clients: Clients, held: float = HELD_SECONDS) -> None:
-        self._job, self._redact, self._clients, self._held = job, redact, clients, held
+    def __init__(
+        self, job: Job, redact: Redactor, clients: Clients, held: float = HELD_SECONDS, host: Host = THIS_MACHINE
+    ) -> None:
+        self._job, self._redact, self._clients, self._held, self._clock = job, redact, clients, held, host.clock
         self._sequence = 0
         self._unpublished = 0
-        self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
-        self._series = SeriesWriter(job, redact, clients)
-        self._thread = threading.Thread(target=self._publish_all, name="job-events", daemon=True)
+        self._queue: queue.Queue[JobEvent | None] = host.threads.queue(_QUEUE_EVENTS)
+        self._series = SeriesWriter(job, redact, clients, host)
+        self._thread: Thread | None = None
         if job.topic and job.world.rank in (None, 0):
-            self._thread.start()
+            self._thread = host.threads.start("job-events", self._publish_all)
 
     def connect(self) -> None:
         """Make the client that publishes. A failure is tried again, and logged, with the first event."""
-        if self._thread.is_alive():
+        if self._thread is not None:
             with suppress(Exception):
                 self._clients.publisher()
 
@@ -77,7 +79,7 @@ class Reporter:
         self._send(Started(**self._base(), resumed_step=resumed_step, device=device))
 
     def progress(self, **fields: Any) -> None:
-        self._keep(Progress(attempt=self._job.attempt, time=datetime.now(UTC), **fields))
+        self._keep(Progress(attempt=self._job.attempt, time=self._clock.now(), **fields))
 
     def checkpointed(self, step: int, uri: str) -> None:
         self._send(Checkpointed(**self._base(), step=step, uri=uri))
@@ -109,31 +111,31 @@ class Reporter:
 
     def close(self, timeout: float = FLUSH_SECONDS) -> None:
         """Wait at most `timeout` seconds until the queued events are published, and the series is written."""
-        if not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
             return
-        deadline = time.monotonic() + timeout
+        deadline = self._clock.monotonic() + timeout
         self._series.close()
         try:
             self._queue.put(None, timeout=timeout)
         except queue.Full:
             return
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._series.wait(max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - self._clock.monotonic()))
+        self._series.wait(max(0.0, deadline - self._clock.monotonic()))
         if self._thread.is_alive():
             log("job events were still unpublished at exit", stage="train", run=self._job.run, severity="WARNING")
 
     def _base(self) -> dict[str, Any]:
-        now = datetime.now(UTC)
+        now = self._clock.now()
         # Milliseconds: a restarted attempt continues above the sequences that it sent before. Strictly increasing.
         self._sequence = max(self._sequence + 1, int(now.timestamp() * 1000))
         return {"run": self._job.run, "attempt": self._job.attempt, "sequence": self._sequence, "time": now}
 
     def _keep(self, point: Progress) -> None:
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._series.add(point)
 
     def _send(self, event: JobEvent) -> None:
-        if not self._thread.is_alive():
+        if self._thread is None:
             return
         try:
             self._queue.put(event, timeout=1.0)
@@ -269,7 +271,7 @@ class ProgressMeter:
 
     def _log(self, step: int) -> None:
         """Write the progress into the log, which people read after the run: the first, the last, and now and then."""
-        now = time.monotonic()
+        now = self._clock()
         if step < self._total and now - self._logged < LOGGED_SECONDS:
             return
         self._logged = now

@@ -6,9 +6,11 @@ import threading
 from typing import Any
 
 from dropforge.base.log import log
+from dropforge.base.threads import Thread
 from dropforge.cloud.clients import Clients
 from dropforge.run.series import Progress, Series, read_series, series_object, write_series
 
+from .host import THIS_MACHINE, Host
 from .job import Job
 from .redactor import Redactor
 
@@ -23,15 +25,15 @@ class SeriesWriter:
     A restarted container of the same attempt continues the series that its predecessor has left.
     """
 
-    def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
-        self._job, self._redact, self._clients = job, redact, clients
+    def __init__(self, job: Job, redact: Redactor, clients: Clients, host: Host = THIS_MACHINE) -> None:
+        self._job, self._redact, self._clients, self._threads = job, redact, clients, host.threads
         self._lock = threading.Lock()
         self._series: Series | None = None
         self._generation = 0
         self._unwritten = False
         self._failures = 0
-        self._changed, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write_all, name="series", daemon=True)
+        self._changed, self._closing = self._threads.event(), self._threads.event()
+        self._thread: Thread | None = None
 
     def add(self, point: Progress) -> None:
         """Append a point; the thread writes it soon."""
@@ -39,7 +41,7 @@ class SeriesWriter:
             if self._series is None:
                 run, attempt = self._job.run, self._job.attempt
                 self._series = Series(run=run, attempt=attempt, began=point.time, written=point.time)
-                self._thread.start()
+                self._thread = self._threads.start("series", self._write_all)
             self._series.add(point)
             self._unwritten = True
         self._changed.set()
@@ -51,7 +53,7 @@ class SeriesWriter:
 
     def wait(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until the thread has ended."""
-        if self._series is not None:
+        if self._thread is not None:
             self._thread.join(timeout)
 
     def _write_all(self) -> None:

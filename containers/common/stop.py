@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
+
+from dropforge.base.clock import Clock
 
 # Stopping takes a step, a checkpoint, its upload and the last event. Cloud Run kills 10 s after SIGTERM.
 DEADLINE_MARGIN_SECONDS = 30.0
@@ -33,8 +34,9 @@ class StopRequest:
     `agreed` is whether all ranks stopped at the same step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.reason: Reason | None = None
+        self._clock = clock or Clock()
         self.agreed = False
         self._armed = False
         self._stop_at: float | None = None
@@ -43,11 +45,9 @@ class StopRequest:
         """Listen for SIGTERM and SIGINT; with `wake`, also for a timer before the deadline (Unix seconds)."""
         self._armed = True
         self._stop_at = None if deadline is None else deadline - DEADLINE_MARGIN_SECONDS
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_signal)
+        self.listen()
         if self._stop_at is not None and wake:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stop_at - time.time()))
+            self.wake_after(max(0.001, self._stop_at - self._now()))
 
     def seconds_left(self, grace_seconds: float) -> float:
         """Seconds between a request to stop and the forced end of the container."""
@@ -61,7 +61,16 @@ class StopRequest:
     def disarm(self) -> None:
         """From now on a request to stop only sets `reason`."""
         self._armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.wake_after(0)
+
+    def listen(self) -> None:
+        """Call `on_signal` for each signal of this process that asks it to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self.on_signal)
+
+    def wake_after(self, seconds: float) -> None:
+        """Send this process a signal after so many seconds; 0: send none."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -75,7 +84,8 @@ class StopRequest:
             self._armed = False
             raise Stopped(self.reason)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the request to stop, and raise Stopped if this request is armed."""
         self.reason = self.reason or self._current_reason()
         if self._armed:
             self._armed = False  # once: a second signal must not interrupt the clean-up
@@ -83,4 +93,7 @@ class StopRequest:
 
     def _current_reason(self) -> Reason:
         """A signal at the deadline means the deadline: ranks get a signal then, too. The clocks may differ by 1 s."""
-        return "deadline" if self._stop_at is not None and time.time() > self._stop_at - 1 else "preempted"
+        return "deadline" if self._stop_at is not None and self._now() > self._stop_at - 1 else "preempted"
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.chaos import checker, forgeries, limits, lives, outcomes, places, progress
+from dropforge_local.chaos import checker, container_rules, forgeries, limits, lives, outcomes, places, progress
 from dropforge_local.chaos.checker import RULES, check
 from dropforge_local.chaos.history import Fact, History
 
@@ -732,7 +732,9 @@ def test_every_rule_has_a_mutation() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [checker, forgeries, limits, lives, outcomes, places, progress], ids=lambda module: module.__name__
+    "module",
+    [checker, container_rules, forgeries, limits, lives, outcomes, places, progress],
+    ids=lambda module: module.__name__,
 )
 def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
@@ -742,7 +744,7 @@ def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     }
     others = {node.module for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
     others |= {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
-    assert siblings <= {"forgeries", "history", "limits", "lives", "outcomes", "places", "progress"}
+    assert siblings <= {"container_rules", "forgeries", "history", "limits", "lives", "outcomes", "places", "progress"}
     assert {str(name).split(".")[0] for name in others} <= set(sys.stdlib_module_names)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.chaos import outcomes
+from dropforge_local.chaos import outcomes, specs
 from dropforge_local.chaos.checker import check
 from dropforge_local.chaos.history import Fact
+from dropforge_local.chaos.lives import read, seconds_of
+from dropforge_local.chaos.simulation import run_alone
+from dropforge_local.chaos.trainer import Work
 
 from .test_checker import SPEC, Story, cancelled, served, stopped, stuck
 
@@ -104,6 +107,13 @@ def _charged_too_much(story: Story) -> None:
         attempt["running"] = _iso(started)
 
 
+def _charged_the_price_of_another_placement(story: Story) -> None:
+    story.facts.insert(0, Fact(story.facts[0].time, "dearer", {"share": 0.5}))
+    _spec(story, target={"placements": [{"region": "us-central1"}], "price_usd_per_hour": 0.36})
+    for attempt in _attempts(story):
+        attempt["usd_per_hour"] = 0.54
+
+
 def _waiting_while_it_runs(story: Story) -> None:
     for attempt in _attempts(story):
         attempt["waiting"] = _iso(_first(story, "running").time + 300)
@@ -167,6 +177,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("ends_in_time", served, _end_long_after_the_last_fault),
     ("cost_is_true", stopped, _charged_too_little),
     ("cost_is_true", served, _charged_too_much),
+    ("prices_are_of_the_placement", served, _charged_the_price_of_another_placement),
     ("waits_are_true", stopped, _waiting_while_it_runs),
     ("waits_are_true", stopped, _no_capacity_while_it_runs),
     ("nothing_costs_nothing", stopped, _refused_while_it_runs),
@@ -269,3 +280,18 @@ def _delay(story: Story, first: Fact, seconds: float) -> None:
 
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+@pytest.mark.parametrize("fate", ["", "preempted", "code_error"])
+@pytest.mark.parametrize("target", sorted(specs.TARGETS))
+def test_a_life_without_faults_costs_exactly_what_it_uses(
+    target: str, fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = run_alone(specs.whole(target), Work(total=300.0, metric=0.9, fates=[fate]), seconds=7200)
+    (life,) = [life for life in read(history).values() if life.records]
+    attempts = life.last["attempts"]
+    assert [attempt["number"] for attempt in attempts] == ([1, 2] if fate == "preempted" else [1])
+    assert list(outcomes.cost_is_exact(life)) == []
+    attempts[0]["ended"] = _iso(seconds_of(attempts[0]["ended"]) + 2 * outcomes.EXACT_SECONDS)
+    monkeypatch.setattr(type(life), "last", {"attempts": attempts})
+    assert len(list(outcomes.cost_is_exact(life))) == 1

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass, OverQuota
 from dropforge.cloud.listing import Listed
 from dropforge.run.record import ResourceState, RunState
 from dropforge.stages.deletion import delete_remaining, note_endpoint_ended
@@ -37,6 +37,22 @@ def test_a_refused_deletion_is_reported_after_the_others(monkeypatch: pytest.Mon
         delete_remaining(place.context, RUN)
     assert deleted == [SECOND]
     assert [entry.name for entry in place.store.ledger(RUN).remaining()] == [JOB]
+
+
+@pytest.mark.parametrize("first", [JOB, SECOND])
+def test_a_refusal_for_good_is_told_before_one_for_a_quota(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place()
+    for name in (JOB, SECOND):
+        place.store.intend(RUN, KIND, name, 1)
+
+    def refuse(cloud: object, kind: str, name: str) -> bool:
+        if name == first:
+            raise OverQuota(ErrorClass.QUOTA, "too many requests per minute")
+        raise CloudError(ErrorClass.PERMISSION, "no role")
+
+    monkeypatch.setattr(place.platform, "teardown", refuse)
+    with pytest.raises(CloudError, match="no role"):
+        delete_remaining(place.context, RUN)
 
 
 def test_a_resource_that_was_created_again_is_deleted_with_what_needs_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,16 @@ def test_temporary_refusals_of_five_minutes_move_on_where_there_is_another_place
         assert [attempt.region for attempt in place.record.attempts] == ["us-central1", "europe-west4"]
 
 
+def test_an_attempt_at_another_placement_costs_the_price_of_that_placement() -> None:
+    place = waiting_place(TWO, minutes=REFUSED_SECONDS / 60 + 1, refused=True)
+    place.platform.price = lambda *asked: HourlyPrice((10.0, 25.0)[asked[1]], None, "a test")  # type: ignore[method-assign]
+    answers(place, REFUSED)
+    assert ask(place) == "FAILED"
+    answers(place, None)
+    provision(place.context, RUN, ME, 2)
+    assert [attempt.usd_per_hour for attempt in place.record.attempts] == [10, 25]
+
+
 def test_a_run_that_never_had_a_machine_does_not_end_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handed input ghost_budget: 170 USD an hour, a budget of 3 USD, every create refused."""
     target = {"type": "cloud_run", "placements": [{"region": "us-central1"}], "price_usd_per_hour": 170}

@@ -15,13 +15,14 @@ from dropforge.base.errors import CloudError
 from dropforge.cloud.executions import live_executions
 from dropforge.context import Context
 from dropforge.run.events import REQUESTED_BY, Request, request_message
-from dropforge.run.record import Record, RunState
+from dropforge.run.record import Cause, Record, RunState
 from dropforge.stages import submit
-from dropforge.stages.cancel import cancel_requested
+from dropforge.stages.cancel import cancel, cancel_requested
 from dropforge.stages.submit import ignore_object, submit_message, submit_object, submit_uri
 
 from ..deployments import Memory, TestClock, cloud_with, context_with, settings_with
 from .test_ceiling import document
+from .test_promises import RUN, Place
 
 SETTINGS = settings_with(
     specs_bucket="specs",
@@ -102,6 +103,13 @@ def test_an_operator_cancels_any_run(deployment: Deployment) -> None:
         run = deployment.submit(topic).run
         deployment.cancel(run, "operations")
         assert deployment.is_cancelled(run)
+
+
+def test_the_first_who_cancels_a_run_is_named() -> None:
+    place = Place(RunState.TRAINING)
+    for person in ("ann@example.com", "bob@example.com"):
+        cancel(place.context, RUN, cause=Cause("the console", person))
+    assert place.record.cancelled_by == "ann@example.com"
 
 
 def test_a_cancel_of_another_source_is_answered_like_that_of_no_run(deployment: Deployment) -> None:

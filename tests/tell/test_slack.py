@@ -82,6 +82,21 @@ def test_an_unreadable_secret_is_returned_as_a_problem_not_raised(error: Any, pa
     assert may_pass is passes
 
 
+@pytest.mark.parametrize(
+    ("status", "passes"),
+    [(400, False), (403, False), (404, False), (410, False), (429, True), (500, True), (503, True)],
+)
+def test_a_webhook_that_refuses_for_good_is_not_asked_again(status: int, passes: bool) -> None:
+    """404 and 410: the webhook, or its channel, was deleted."""
+    clients = Clients({})
+    access = Mock(return_value=Mock(payload=Mock(data=b"https://hooks.example/x")))
+    clients.secrets = lambda: Mock(access_secret_version=access)  # type: ignore[method-assign]
+    clients.slack = lambda webhook: Mock(send=lambda **_: Mock(status_code=status, body="no_service"))  # type: ignore[method-assign]
+    failure = send(Context(replace(cloud_with(), clients=clients)), Address("webhook"), news_of(RunState.ACCEPTED))
+    assert failure
+    assert (str(status) in failure.problem, failure.may_pass) == (True, passes)
+
+
 def test_no_text_of_a_spec_mentions_a_whole_channel() -> None:
     problem: dict[str, Any] = {
         "pointer": "/name",

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +18,7 @@ from google.auth.credentials import Credentials
 from google.auth.exceptions import RefreshError
 
 from dropforge.base.redact import cut
+from dropforge.base.threads import Threads
 
 from .classify import is_passing
 from .retrying import Retrying
@@ -29,6 +29,7 @@ REQUEST_VARIABLE = "DROPFORGE_ACCESS_REQUEST"  # JSON: the run, and the proof th
 HOST_VARIABLE = "GCE_METADATA_HOST"  # of google-auth, too
 IDENTITY = "/computeMetadata/v1/instance/service-accounts/default/identity"
 TIMEOUT_SECONDS = 60.0  # the function may have to start
+_THREADS = Threads()
 _LONGEST_ANSWER = 300  # of what an error quotes
 # https://cloud.google.com/storage/docs/json_api: requests and uploads name the bucket in the same place
 _BUCKET = re.compile(r"/storage/v1/b/([^/?]+)")
@@ -42,7 +43,9 @@ class RunCredentials(Credentials):  # type: ignore[misc]
     time of `retrying` is over.
     """
 
-    def __init__(self, environment: Mapping[str, str], own: Credentials, retrying: Retrying) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], own: Credentials, retrying: Retrying, threads: Threads = _THREADS
+    ) -> None:
         super().__init__()
         self._bucket = environment[BUCKET_VARIABLE]
         self._url = environment[URL_VARIABLE]
@@ -50,7 +53,7 @@ class RunCredentials(Credentials):  # type: ignore[misc]
         self._host = environment.get(HOST_VARIABLE, "metadata.google.internal")
         self._own, self._retrying = own, retrying
         self._spec: Any = None
-        self._lock = Lock()  # the threads of a transfer ask once
+        self._lock = threads.lock()  # the threads of a transfer ask once
 
     def before_request(self, request: Any, method: str, url: str, headers: MutableMapping[str, str]) -> None:
         """Add the token to the headers of a request to Cloud Storage."""

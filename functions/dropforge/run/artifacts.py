@@ -17,10 +17,9 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -28,11 +27,10 @@ from dropforge.base import names
 from dropforge.base.changes import evolve
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
 from dropforge.base.redact import cut
+from dropforge.base.threads import Threads
 from dropforge.cloud.objects import read_at_most
 
 from .proof import is_document_proved, with_proof
-
-T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 COMPLETE = "_COMPLETE"
@@ -41,6 +39,7 @@ MAX_MANIFEST_BYTES = 16 << 20  # some 50,000 files; a function has 512 MiB of me
 _STEP = re.compile(r"step-(\d{8,})/")
 _BLOCK_BYTES = 1 << 20
 _COMMIT_TRIES = 5
+_THREADS = Threads()
 _WORKERS = 8  # Cloud Storage serves a stream at about 100 MB/s; the client keeps ten connections
 # Of a file, in one request; the default of Google's Java client. The client holds two parts of each file in memory, and
 # its own default is 100 MiB (google.cloud.storage.Blob.upload_from_file).
@@ -317,12 +316,12 @@ def delete_blobs(blobs: Iterable[Any]) -> None:
             continue
 
 
-def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFile]:
+def upload_directory(client: Any, directory: Path, uri: str, threads: Threads = _THREADS) -> list[ArtifactFile]:
     """Upload every file below `directory`, several at once, checked by crc32c. Returns them sorted by path."""
     bucket, prefix = names.parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return _at_once(lambda path: _upload(client, bucket, prefix, directory, path), paths)
+    return threads.map(lambda path: _upload(client, bucket, prefix, directory, path), paths, _WORKERS)
 
 
 def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile]:
@@ -332,10 +331,13 @@ def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile
     blobs = [blob for blob in client.list_blobs(bucket, prefix=prefix) if not blob.name.endswith("/")]
     if not blobs:
         raise NotFound(f"there are no objects below gs://{bucket}/{prefix}")
-    return sorted(_at_once(lambda blob: _download(blob, prefix, directory), blobs), key=lambda file: file.path)
+    files = _THREADS.map(lambda blob: _download(blob, prefix, directory), blobs, _WORKERS)
+    return sorted(files, key=lambda file: file.path)
 
 
-def download_files(client: Any, uri: str, directory: Path, files: Iterable[ArtifactFile]) -> None:
+def download_files(
+    client: Any, uri: str, directory: Path, files: Iterable[ArtifactFile], threads: Threads = _THREADS
+) -> None:
     """Download these files below `uri`, and no other objects, several at once.
 
     Raises NotFound for a file that is missing, or differs from what was committed.
@@ -347,7 +349,7 @@ def download_files(client: Any, uri: str, directory: Path, files: Iterable[Artif
     committed = {file.path: file for file in files}
     blobs = [client.bucket(bucket).blob(prefix + path) for path in committed]
     try:
-        downloaded = _at_once(lambda blob: _download(blob, prefix, directory), blobs)
+        downloaded = threads.map(lambda blob: _download(blob, prefix, directory), blobs, _WORKERS)
     except Missing as error:
         raise NotFound(f"a file below gs://{bucket}/{prefix} is missing: {error.message}") from None
     for file in downloaded:
@@ -376,18 +378,6 @@ def describe_file(path: Path, name: str) -> ArtifactFile:
     return ArtifactFile(
         path=name, size=size, sha256=sha256.hexdigest(), crc32c=b64encode(crc32c.digest()).decode("ascii")
     )
-
-
-def _at_once(transfer: Callable[[T], ArtifactFile], items: list[T]) -> list[ArtifactFile]:
-    """Transfer several items at once. After an interrupt (SIGTERM), do not wait for transfers in progress."""
-    pool = ThreadPoolExecutor(_WORKERS)
-    try:
-        done = list(pool.map(transfer, items))
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-    return done
 
 
 def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) -> ArtifactFile:

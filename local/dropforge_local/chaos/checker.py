@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import forgeries, limits, outcomes, places, progress, repeats
+from . import container_rules, forgeries, limits, outcomes, places, progress, repeats
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -56,6 +56,8 @@ def check(history: History) -> list[Problem]:
     problems += [Problem("one_intent", "", *found) for found in repeats.one_intent(history, lives)]
     problems += [Problem("sweeps_end", "", time, text) for time, text in outcomes.sweeps_end(history)]
     problems += [Problem("hostile_does_nothing", "", *found) for found in hostile_does_nothing(history)]
+    for about in container_rules.RULES:
+        problems += [Problem(about.__name__, "", time, text) for time, text in about(history)]
     problems += _defects(history)
     return sorted(problems, key=lambda problem: problem.time)
 

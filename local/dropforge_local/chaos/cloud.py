@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +11,7 @@ import requests
 from google.api_core.exceptions import NotFound
 
 from dropforge.base.settings import Settings
+from dropforge.platforms.lookup import Platforms
 
 from .cloudrun import CloudRun
 from .disks import Disks
@@ -26,11 +28,13 @@ from .world import LOCATION, PROJECT, World
 SPECS, RUNS = "chaos-specs", "chaos-runs"
 REQUESTS, TEAM_REQUESTS, OPERATIONS = "requests", "requests-team", "operations"
 SUBSCRIBERS = {**dict.fromkeys((REQUESTS, TEAM_REQUESTS, OPERATIONS), "on_spec_message"), "job-events": "on_job_event"}
+TOKEN_SECONDS = 3600  # that a token of the Security Token Service lives
+ACCESS_URL = "https://access.chaos"
 SECRETS = {"slack-webhook": b"https://slack.chaos/hook"}
 
 
-def deployment(policy: str = "") -> Settings:
-    """The settings that Terraform would set, with this policy as JSON."""
+def deployment(policy: str = "", access_url: str = "") -> Settings:
+    """The settings that Terraform would set, with this policy as JSON, and with the address of `access`."""
     return Settings(
         project=PROJECT,
         location=LOCATION,
@@ -52,6 +56,7 @@ def deployment(policy: str = "") -> Settings:
         gke_cluster=STANDING,
         slack_webhook_secret="slack-webhook",
         policy=policy,
+        access_url=access_url,
     )
 
 
@@ -76,13 +81,20 @@ class Services(NamedTuple):
     storage: Callable[[World, tuple[str, ...]], Storage] = Storage
     workflows: Callable[[World, Post], Workflows] = Workflows
     run: Callable[[World], CloudRun] = CloudRun
+    trainer: Callable[[World, Functions, Storage, Events, str], Trainer] = Trainer
 
 
 class Cloud:
     """The services, connected with each other. `clusters` are the regions with a standing GKE cluster."""
 
     def __init__(
-        self, world: World, clusters: tuple[str, ...] = (), policy: str = "", services: Services | None = None
+        self,
+        world: World,
+        clusters: tuple[str, ...] = (),
+        policy: str = "",
+        services: Services | None = None,
+        access_url: str = "",
+        platforms: Platforms | None = None,
     ) -> None:
         make = services or Services()
         self.world = world
@@ -93,13 +105,14 @@ class Cloud:
         self.storage.uploaded = self._uploaded
         self.storage.deleted = self._deleted
         self.workflows = make.workflows(world, self.functions.post)
-        self.trainer = Trainer(world, self.storage, self.events, RUNS)
+        self.trainer = make.trainer(world, self.functions, self.storage, self.events, RUNS)
         disks, run = Disks(world), make.run(world)
         self.tpu = tpu = Tpu(world, disks, self.storage, self.events)
         gke = Gke(world, clusters)
         run.launched = tpu.launched = gke.launched = self.trainer.start
+        run.serving = self.trainer.serve
         self.platforms: tuple[Platform, ...] = (run, tpu, disks, gke)
-        self.functions.connect(context_of(world, self.clients(), deployment(policy)))
+        self.functions.connect(context_of(world, self.clients(), deployment(policy, access_url), platforms))
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         """By the names of clients.py, and Slack's."""
@@ -109,6 +122,7 @@ class Cloud:
             **platforms,
             "storage": lambda: self.storage,
             "publisher": lambda: self.events,
+            "bounded_token": self._bounded_token,
             "secrets": lambda: none(get_secret_version=self._secret, access_secret_version=self._secret),
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
@@ -140,6 +154,11 @@ class Cloud:
     def _data(self, bucket: str, name: str, generation: int, size: int) -> dict[str, Any]:
         """What an event tells about an object."""
         return {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
+
+    def _bounded_token(self, boundary: dict[str, Any]) -> tuple[str, int]:
+        """A token of the Security Token Service; its text is its boundary."""
+        token = json.dumps(boundary)
+        return self.world.effect("sts", lambda: (token, TOKEN_SECONDS))
 
     def _no_config(self, source: str, revision: str) -> bytes:
         raise OSError("the simulated cloud has no Hub")

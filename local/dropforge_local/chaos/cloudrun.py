@@ -15,7 +15,7 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists, NotFound, ResourceExhausted
 from google.cloud import run_v2
 
-from .trainer import Container
+from .trainer import Container, Serving
 from .world import PROJECT, World
 
 JOB = "run.googleapis.com/Job"
@@ -41,13 +41,18 @@ class Resource:
 
 
 class CloudRun:
-    """The service. `launched` is called for each task that starts to run. Tasks have no machine that could be lost."""
+    """The service. `launched` is called for each task that starts to run. Tasks have no machine that could be lost.
+
+    `serving` is called for each service that starts: with the environment of its container, with whether it is deleted,
+    and with what to call once it answers. None: it answers at once.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.jobs: dict[str, Resource] = {}
         self.services: dict[str, Resource] = {}
         self.launched: Callable[[Container], None] = lambda _: None
+        self.serving: Serving | None = None
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         return dict.fromkeys(("run_jobs", "run_executions", "run_tasks", "run_services"), lambda: self)
@@ -241,8 +246,14 @@ class CloudRun:
         def become_ready() -> None:
             made.ready = world.now
 
+        def start() -> None:
+            if self.serving is None:
+                return become_ready()
+            environment = {variable.name: variable.value for variable in service.template.containers[0].env}
+            return self.serving(environment, lambda: self.services.get(name) is not made, become_ready)
+
         if not world.happens(world.faults.unready):
-            world.after(wait, become_ready)
+            world.after(wait, start)
         self._perhaps_by_hand(self.services, made)
         return _Operation(lambda: made.ready is not None, lambda: self._shown_service(made))
 

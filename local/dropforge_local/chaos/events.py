@@ -46,8 +46,13 @@ class Events:
 
     def job_event(self, event: dict[str, Any], key: str) -> None:
         """A container with its run's key publishes an event. A forged or malformed event may come with it."""
+        content = json.dumps(event).encode()
+        self.job_message(event, content, {PROOF: proof(key, EVENT_NAME, content)}, key)
+
+    def job_message(self, event: dict[str, Any], content: bytes, attributes: Mapping[str, str], key: str) -> None:
+        """A container publishes the message of an event. A forged or malformed event may come with it."""
         about = {"run": event["run"], "attempt": event["attempt"], "type": event["type"]}
-        self._to_subscriber("job-events", event, about, key, may_drop=True)
+        self._deliver("job-events", content, attributes, about, may_drop=True)
         if self.world.happens(self.world.faults.forged):
             self._to_subscriber("job-events", self._forged(event), {"forged": True}, key)
 
@@ -66,12 +71,21 @@ class Events:
         )
         return ended | self.world.random.choice(changes)
 
-    def _to_subscriber(
-        self, topic: str, value: dict[str, Any], about: dict[str, Any], key: str = "", may_drop: bool = False
-    ) -> None:
+    def _to_subscriber(self, topic: str, value: dict[str, Any], about: dict[str, Any], key: str = "") -> None:
         content = json.dumps(value).encode()
-        data, attributes = base64.b64encode(content).decode(), {PROOF: proof(key, EVENT_NAME, content)} if key else {}
-        message = {"message": {"data": data, "attributes": attributes, "messageId": f"m{self.world.id():05d}"}}
+        self._deliver(topic, content, {PROOF: proof(key, EVENT_NAME, content)} if key else {}, about)
+
+    def _deliver(
+        self,
+        topic: str,
+        content: bytes,
+        attributes: Mapping[str, str],
+        about: dict[str, Any],
+        *,
+        may_drop: bool = False,
+    ) -> None:
+        data = base64.b64encode(content).decode()
+        message = {"message": {"data": data, "attributes": dict(attributes), "messageId": f"m{self.world.id():05d}"}}
         self.send(self.subscribers[topic], event_of(topic_source(topic), message), about, may_drop=may_drop)
 
     def send(self, entry_point: str, event: CloudEvent, about: dict[str, Any], *, may_drop: bool = False) -> None:

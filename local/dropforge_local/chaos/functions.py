@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +36,13 @@ class Functions:
     def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
         """Call a stage; `done` gets its answer, or None when the instance crashed."""
         self._start(name, {"run": body.get("run", "")}, lambda: call_stage(self._main, name, body), done)
+
+    def ask(self, name: str, body: dict[str, Any], headers: Mapping[str, str]) -> tuple[int, Any]:
+        """Call a stage within the present process, which waits for the answer."""
+        try:
+            return call_stage(self._main, name, body, headers)
+        except Exception as error:  # noqa: BLE001  # as functions-framework does
+            return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def deliver(self, name: str, event: CloudEvent, about: dict[str, Any], done: Callable[[bool], None]) -> None:
         """Give an event to a function; `done` gets whether it was acknowledged."""
@@ -83,9 +90,12 @@ def topic_source(topic: str) -> str:
     return f"//pubsub.googleapis.com/projects/{PROJECT}/topics/{topic}"
 
 
-def call_stage(main: ModuleType, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+def call_stage(
+    main: ModuleType, name: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
     """Call a stage by HTTP: the status and the body of its answer."""
-    request = SimpleNamespace(get_data=lambda: json.dumps(body).encode(), get_json=lambda silent: body)
+    encoded = json.dumps(body).encode()
+    request = SimpleNamespace(get_data=lambda: encoded, get_json=lambda silent: body, headers=headers or {})
     answered: Any = getattr(main, name)(request)
     content, status = answered if isinstance(answered, tuple) else (answered, 200)
     return status, json.loads(json.dumps(content))

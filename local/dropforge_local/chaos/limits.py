@@ -35,7 +35,8 @@ def within_budget(life: Life) -> Iterator[tuple[float, str]]:
     limit = _budget(life)
     if limit is None:
         return
-    training, price = [*training_uses(life), *cluster_uses(life)], _prices(life)[0]
+    training = [*training_uses(life), *cluster_uses(life)]
+    price = _prices(life)[0] * life.dearest
     unknown = CHECK_SECONDS + sum(use.until - use.since for use in training if life.is_stray(use.machine))
     unknown += sum(_patience(life, use) for use in training if not use.machine.ends_by_itself)
     spent, allowed = sum(use.usd for use in training), limit + unknown * price
@@ -217,14 +218,15 @@ def training_uses(life: Life) -> Iterator[Use]:
             until = life.end.time if machine.ended is None else machine.ended
             kept = life.serves(machine) and deployed is not None
             until = min(until, deployed or until) if kept else until
-            yield Use(machine, machine.running, until, price * machine.share)
+            yield Use(machine, machine.running, until, price * machine.share * life.dearness(machine))
 
 
 def cluster_uses(life: Life) -> Iterator[Use]:
     """The periods for which the fee of attempts' own clusters was paid."""
     for machine in life.training:
         if machine.is_cluster and machine.running is not None:
-            yield Use(machine, machine.running, machine.ended or life.end.time, CLUSTER_USD)
+            fee = CLUSTER_USD * life.dearness(machine)
+            yield Use(machine, machine.running, machine.ended or life.end.time, fee)
 
 
 def serving_uses(life: Life) -> Iterator[Use]:
@@ -315,7 +317,7 @@ def _may_be_spent(life: Life, time: float) -> bool:
     seconds = sum(seconds_of(a["ended"]) - seconds_of(a["started"]) for a in life.last["attempts"])
     kept = any(life.serves(machine) for machine in life.training)
     hourly = training if kept else serving * life.spec["serve"].get("max_instances", 1)
-    training += CLUSTER_USD
+    training = (training + CLUSTER_USD) * life.dearest
     return seconds * training + (time - deployed) * hourly >= limit
 
 

@@ -139,6 +139,7 @@ class Life:
     handled: dict[str, At] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     publish_faults: bool = False
+    dearer: float = 0.0  # what each further placement costs more than the one before it, as a share of the first one's
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -178,6 +179,19 @@ class Life:
         entry = self.entry_at(machine.created.index, machine.name)
         return machine.late or (entry is not None and entry["state"] == "gone")
 
+    def dearness(self, machine: Machine) -> float:
+        """The price of a machine's placement, as a multiple of the first placement's."""
+        if not self.dearer:
+            return 1.0
+        places = [place.get("zone") or place["region"] for place in self.spec["target"]["placements"]]
+        match = re.search(r"/(?:locations|zones)/([^/]+)/", machine.origin.name)
+        return 1 + self.dearer * (places.index(match[1]) if match and match[1] in places else 0)
+
+    @property
+    def dearest(self) -> float:
+        """The price of the last placement, as a multiple of the first placement's."""
+        return 1 + self.dearer * (len(self.spec["target"]["placements"]) - 1) if self.dearer else 1.0
+
     def serves(self, machine: Machine) -> bool:
         """Whether it is part of the endpoint: created for it, or kept after training."""
         entry = self.entry_at(self.end.index, machine.origin.name)
@@ -199,7 +213,7 @@ def read(history: History) -> dict[str, Life]:
         reader.take(At(index, fact.time, fact.data), fact.kind)
     for run, life in reader.lives.items():
         life.run, life.handled, life.publish_faults, life.sweeps = run, reader.handled, reader.faults, reader.sweeps
-        life.completions, life.callers = reader.completions, reader.calls
+        life.completions, life.callers, life.dearer = reader.completions, reader.calls, reader.dearer
         life.delays = sorted([*life.delays, *reader.delays])
         dropped = life.dropped[0].value if life.dropped else {}
         if life.joined is not None and life.cancels:
@@ -224,6 +238,7 @@ class _Reader:
         self.delays: list[tuple[float, float]] = []  # of every run
         self.lost: set[tuple[str, str]] = set()
         self.faults = False
+        self.dearer = 0.0
         self.late = -1
         self.forged = -1
 
@@ -231,6 +246,8 @@ class _Reader:
         data = here.value
         if kind == "late":
             self.late = here.index
+        elif kind == "dearer":
+            self.dearer = data["share"]
         elif kind == "hostile":
             self.forged = here.index
         elif kind == "fault":

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .history import History
-from .limits import Rule, Use, training_uses
+from .limits import CLUSTER_USD, Rule, Use, training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, TERMINAL, At, Life, duration_of, seconds_of
 
 _GAVE_UP = re.compile(
@@ -19,6 +19,7 @@ _GAVE_UP = re.compile(
 )
 RETRIES = {"preempted": 10, "infrastructure": 3, "stockout": 10, "quota": 10, "transient": 3, "stuck": 1}
 CANCEL_SECONDS = 2 * SLACK_SECONDS  # a stage that waits returns within 30 s, and the workflow waits 30 s at most
+EXACT_SECONDS = 5.0  # the end of a pod is seen some seconds before or after the end of its attempt
 START_SECONDS = 1200.0  # the default of startup_timeout
 FUNCTION_SECONDS = 540.0  # the time-out of a function
 LOST_REPLY_SECONDS = 60.0  # a client waits so long at most for a reply that is lost
@@ -196,6 +197,38 @@ def cost_is_true(life: Life) -> Iterator[tuple[float, str]]:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but ran {whole:.0f} s"
 
 
+def prices_are_of_the_placement(life: Life) -> Iterator[tuple[float, str]]:
+    """The record charges each attempt the price of the placement in which its machine is."""
+    if not life.valid or not life.dearer:
+        return
+    target = life.spec["target"]
+    first = target["price_usd_per_hour"] + (CLUSTER_USD * 3600 if target.get("cluster", {}).get("create") else 0.0)
+    for attempt in life.last.get("attempts", []):
+        for machine in life.training:
+            if machine.attempt == attempt["number"] and not machine.is_disk:
+                due = first * life.dearness(machine)
+                if abs(attempt["usd_per_hour"] - due) > 0.001:
+                    text = f"attempt {attempt['number']} is charged {attempt['usd_per_hour']} USD an hour"
+                    yield life.end.time, f"{text}; {machine.name} costs {due:g}"
+
+
+def cost_is_exact(life: Life) -> Iterator[tuple[float, str]]:
+    """In a life in which nothing fails, an attempt is charged from its request, or its last wait, to its machine's end.
+
+    It is no rule of `check`: where something fails, what the record cannot know counts as paid.
+    """
+    for attempt in life.last.get("attempts", []):
+        own = [use for use in training_uses(life) if use.machine.attempt == attempt["number"]]
+        if not own or any(life.serves(use.machine) for use in own):
+            continue
+        waited = seconds_of(attempt["waiting"]) if attempt.get("waiting") else 0.0
+        due = min(use.until for use in own) - max(waited, min(use.machine.origin.created.time for use in own))
+        charged = _charged(attempt)
+        if abs(charged - due) > EXACT_SECONDS:
+            text = f"attempt {attempt['number']} is charged for {charged:.1f} s; expected {due:.1f} s"
+            yield seconds_of(attempt["ended"]), text
+
+
 def nothing_costs_nothing(life: Life) -> Iterator[tuple[float, str]]:
     """An attempt whose every request was refused has nothing, and costs nothing."""
     for attempt in life.last.get("attempts", []):
@@ -259,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     told_once,
     ends_in_time,
     cost_is_true,
+    prices_are_of_the_placement,
     nothing_costs_nothing,
     waits_are_true,
     reasons_are_true,

@@ -22,6 +22,8 @@ class Killed(BaseException):
 class Process:
     """Blocking code that takes turns with all other processes. Once it is `dead`, it ends at its next effect."""
 
+    gets_signals = False  # whether something may end its waits early
+
     def __init__(self, name: str, body: Callable[[], None], skew: float = 0.0) -> None:
         self.name = name
         self.body = body
@@ -30,6 +32,12 @@ class Process:
         self.effects = 0
         self.kill_at: tuple[int, bool] | None = None  # the effect at which it dies, and whether that is executed
         self.turn: threading.Lock | None = None  # None: not started
+
+    def waits(self, wake: Callable[[], None]) -> None:
+        """A wait begins that `wake` ends."""
+
+    def handle_signals(self) -> None:
+        """Called whenever the process continues after a wait."""
 
 
 class _Worker(threading.Thread):
@@ -98,6 +106,8 @@ class Scheduler:
         process, due = self.current, self.now + seconds
         if process is self.main:
             raise RuntimeError("an event cannot wait: only a process can")
+        if process.gets_signals:
+            return self.wait_for([], seconds)
         if not process.dead:
             if due <= self._horizon and (not self._queue or self._queue[0][0] > due):
                 self.now = due  # nothing else is due before
@@ -106,6 +116,32 @@ class Scheduler:
                 self._give_way(process)
         if process.dead:
             raise Killed(process.name)
+        return None
+
+    def wait_for(self, wakers: list[Callable[[], None]], seconds: float | None) -> None:
+        """Suspend the current process until something calls the waker that this adds, or for `seconds`.
+
+        Raises Killed if the process dies meanwhile.
+        """
+        process, is_over = self.current, False
+        if process.dead:
+            raise Killed(process.name)
+
+        def wake() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self.after(0, process)
+
+        wakers.append(wake)
+        process.waits(wake)
+        if seconds is not None:
+            self.after(seconds, wake)
+        self._give_way(process)
+        wakers.remove(wake)
+        if process.dead:
+            raise Killed(process.name)
+        process.handle_signals()
 
     def close(self) -> None:
         """End every waiting process and drop every event."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from typing import Any
 
+from dropforge_local.stack.config import find_containers
+
 from . import focus
-from .cloud import Cloud
+from .cloud import ACCESS_URL, Cloud, Services
+from .container_log import ContainerLog
 from .faults import Strike
 from .history import History
+from .priced import DEARER, dearer_platforms
 from .repeats import RepeatCloud, Repeating
 from .scheduler import START
 from .specs import TARGETS, clusters
@@ -26,16 +31,20 @@ FOCUSED_SECONDS = 5400.0  # from the begin of a focused life to its last fault
 SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
 
 
-def run(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
-    """The history of a seed whose runs are for these targets; the same each time, in every process."""
+def run(seed: int, targets: Sequence[str] = tuple(TARGETS), *, real_containers: bool = False) -> History:
+    """The history of a seed whose runs are for these targets; the same each time, in every process.
+
+    `real_containers`: containers/common runs in each training container, and what it asks meets the faults, too.
+    """
     world, most_runs = World(seed), 1 + seed // 10 % 2 if seed % 10 in LIMITED else None
     policy = {"api_version": "dropforge/v1", "max_runs": most_runs}
-    cloud = Cloud(world, clusters(targets), json.dumps(policy) if most_runs else "")
+    cloud = _cloud(world, targets, json.dumps(policy) if most_runs else "", real_containers=real_containers)
     world.fact("limit", runs=most_runs)
     Workload(world, cloud, targets).begin()
     world.calm = START + world.random.uniform(2400, 5400)
     _plan_restarts(world, cloud)
-    return _live(world, cloud, world.calm + SETTLE_SECONDS * (MOST_IN_TURN if most_runs else 1))
+    with _logging(world, is_on=real_containers):
+        return _live(world, cloud, world.calm + SETTLE_SECONDS * (MOST_IN_TURN if most_runs else 1))
 
 
 def run_repeated(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
@@ -48,15 +57,16 @@ def run_repeated(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
-def run_struck(strike: Strike, target: str = "cloud_run") -> History:
+def run_struck(strike: Strike, target: str = "cloud_run", *, real_containers: bool = False) -> History:
     """The history of one run that is preempted, trains again and serves, and that one fault strikes."""
     world = World(0, strike)
-    cloud = Cloud(world, clusters([target]))
+    cloud = _cloud(world, [target], real_containers=real_containers)
     workload = Workload(world, cloud, [target])
     workload.begin_single()
     world.calm = START + 3600
     world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}
-    return _live(world, cloud, world.calm + 3600)
+    with _logging(world, is_on=real_containers):
+        return _live(world, cloud, world.calm + 3600)
 
 
 def run_focused(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
@@ -113,6 +123,21 @@ def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True, bound
     cloud.trainer.is_bounded = bounded
     world.calm = START + 3600
     return _live(world, cloud, world.calm + 3600)
+
+
+def _cloud(world: World, targets: Sequence[str], policy: str = "", *, real_containers: bool) -> Cloud:
+    if not real_containers:
+        return Cloud(world, clusters(targets), policy)
+    find_containers()
+    from .real_trainer import RealTrainer  # most lives need no container's code
+
+    world.fact("dearer", share=DEARER)
+    return Cloud(world, clusters(targets), policy, Services(trainer=RealTrainer), ACCESS_URL, dearer_platforms())
+
+
+def _logging(world: World, *, is_on: bool) -> AbstractContextManager[object]:
+    """What real containers log becomes facts."""
+    return redirect_stderr(ContainerLog(world)) if is_on else nullcontext()
 
 
 def _live(world: World, cloud: Cloud, end: float) -> History:

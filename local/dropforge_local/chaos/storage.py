@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import google_crc32c
 from google.api_core.exceptions import NotFound, PreconditionFailed
 
 from .world import World
 
 T = TypeVar("T")
-_JSON = ("places.json", "record.json", "MANIFEST.json")
+_JSON = ("places.json", "record.json", "MANIFEST.json", "_COMPLETE")
 
 
 class StoredObject(NamedTuple):
@@ -202,7 +204,7 @@ class Blob:
     def seen(self, stored: StoredObject) -> None:
         self.generation, self.size = stored.generation, len(stored.data)
         self.metadata = stored.metadata
-        self.crc32c = b64encode(zlib.crc32(stored.data).to_bytes(4, "big")).decode()
+        self.crc32c = b64encode(google_crc32c.Checksum(stored.data).digest()).decode()
         self.md5_hash = b64encode(hashlib.md5(stored.data, usedforsecurity=False).digest()).decode()
         self.time_created = self.updated = datetime.fromtimestamp(stored.created, UTC)
 
@@ -223,6 +225,22 @@ class Blob:
             return stored.data
 
         return self._effect("get", read)
+
+    def open(self, mode: str) -> io.BytesIO:
+        """The object as a file to read."""
+        return io.BytesIO(self.download_as_bytes())
+
+    def upload_from_filename(self, filename: str, **_: Any) -> None:
+        data = Path(filename).read_bytes()
+
+        def write() -> None:
+            self._client.put(self._bucket, self.name, data, None, self.metadata)
+            self.seen(self._client.get(self._bucket, self.name))
+
+        self._effect("put", self._again(write), changes=True)
+
+    def download_to_filename(self, filename: str, **_: Any) -> None:
+        Path(filename).write_bytes(self.download_as_bytes())
 
     def delete(self, **_: Any) -> None:
         self._effect("delete", lambda: self._client.remove(self._bucket, self.name), changes=True)

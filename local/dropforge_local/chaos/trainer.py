@@ -15,6 +15,7 @@ from dropforge.run.series import Progress, Series, series_object
 
 from . import hostile
 from .events import Events
+from .functions import Functions
 from .manifests import iso, manifest
 from .storage import Storage
 from .world import World
@@ -31,6 +32,10 @@ KILLED = 137  # of a container that SIGKILL ended
 # Last digits of the seeds in which a host of an attempt with several hosts may fail, and how often. Chance of its own
 # draws that, and kept seeds that revealed a defect end in other digits: their lives stay the same.
 HOST_FAILS, HOST_FAILS_RATE = (1, 9), 0.5
+
+
+# Starts a server: with its environment, with whether it is deleted, and with what to call once it answers.
+Serving = Callable[[Mapping[str, str], Callable[[], bool], Callable[[], None]], None]
 
 
 @dataclass
@@ -67,8 +72,11 @@ class Container:
 class Trainer:
     """The program in every training container."""
 
-    def __init__(self, world: World, storage: Storage, events: Events, bucket: str) -> None:
+    serve: Serving | None = None  # the program of a server; None: a server answers as soon as it is there
+
+    def __init__(self, world: World, functions: Functions, storage: Storage, events: Events, bucket: str) -> None:
         self.world = world
+        self.functions = functions  # a container calls `access`
         self.storage = storage
         self.events = events
         self.bucket = bucket
@@ -78,20 +86,25 @@ class Trainer:
 
     def start(self, container: Container) -> None:
         """Start the container's command."""
-        attempt = _Attempt(self, container)
-        attempt.begin()
-        if self.is_hostile(attempt.run):
+        self.train(container)
+        environment = container.environment
+        run, attempt = environment["DROPFORGE_RUN"], int(environment["DROPFORGE_ATTEMPT"])
+        if self.is_hostile(run):
             acts = hostile.Hostile(
                 self.world,
                 self.storage,
                 self.events,
                 self.bucket,
-                attempt.run,
-                attempt.number,
-                attempt.key,
+                run,
+                attempt,
+                environment[VARIABLE],
                 bounded=self.is_bounded,
             )
-            acts.begin(lambda: sorted(set(self.work) - {attempt.run}), container.is_over)
+            acts.begin(lambda: sorted(set(self.work) - {run}), container.is_over)
+
+    def train(self, container: Container) -> None:
+        """Begin the training."""
+        _Attempt(self, container).begin()
 
 
 class _Attempt:

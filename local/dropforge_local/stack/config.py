@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 180.0  # a stack that ends says so at once; a busy machine may need more than a minute
 ENFORCED, OFF = "enforced", "off"
 OWN, ALL = "own", "all"
+
+
+def find_containers() -> None:
+    """Let this process import containers/, which is beside the packages in the repository."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
 
 
 class StackError(Exception):

@@ -42,6 +42,7 @@ class Stopping:
     """Clients of an attempt that gets SIGTERM while it makes the client of Cloud Storage."""
 
     run_spec = None
+    environment = ENVIRONMENT
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -77,8 +78,6 @@ def test_a_stop_request_waits_until_the_clients_are_made(monkeypatch: pytest.Mon
     """An interrupted import of a client can keep the import's lock; the thread of the last event would then hang."""
     clients, began = Stopping(), []
     monkeypatch.setattr(attempt, "Clients", lambda: clients)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
     @contextmanager
     def directory(job: Job) -> Iterator[Path]:

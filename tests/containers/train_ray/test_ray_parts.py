@@ -142,7 +142,6 @@ def test_a_request_to_stop_at_any_instruction_of_the_watch_loses_no_notes(
             append_lines(work.progress, step_line(6, since=4))
             bucket.steps += (6,)
             watch.save_last()
-            store.close()
         return bucket.notes
 
     *stopped, whole = stopped_everywhere(train, driver, watch_module)

@@ -198,3 +198,10 @@ def test_an_execution_that_was_superseded_never_owns_the_run_again() -> None:
     assert run.released("second") is run
     finished = record(RunState.FAILED, execution="first")
     assert finished.released("first") is finished
+
+
+def test_a_takeover_loses_no_request_to_cancel() -> None:
+    asked: dict[str, Any] = {"cancel_requested": NOW, "cancelled_by": "ann@example.com", "cancel_cause": "the console"}
+    released = record(RunState.TRAINING, execution="first", **asked).released("first")
+    assert released.execution is None
+    assert {name: getattr(released, name) for name in asked} == asked
