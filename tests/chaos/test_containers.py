@@ -16,6 +16,7 @@ import pytest
 from containers.common import outcome
 from containers.common.checkpoints import CheckpointStore
 from containers.common.errors import forbidden
+from dropforge.base import names
 from dropforge.run import artifacts
 from dropforge.stages import access
 from dropforge_local.chaos import container_clients, priced
@@ -123,7 +124,7 @@ def _manifest_without_its_files(patch: pytest.MonkeyPatch) -> None:
     def forget_one(client: Any, directory: Path, uri: str, *rest: Any) -> Any:
         files = upload(client, directory, uri, *rest)
         if "/models/" in uri:
-            bucket, prefix = artifacts.parse_gs_uri(uri)
+            bucket, prefix = names.parse_gs_uri(uri)
             client.bucket(bucket).blob(f"{prefix}/{files[0].path}").delete()
         return files
 

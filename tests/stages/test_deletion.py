@@ -43,7 +43,7 @@ def test_a_refused_deletion_is_reported_after_the_others(monkeypatch: pytest.Mon
 def test_a_refusal_for_good_is_told_before_one_for_a_quota(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place()
     for name in (JOB, SECOND):
-        place.store.intend(RUN, KIND, name, 1)
+        intend(place.store, RUN, KIND, name, 1)
 
     def refuse(cloud: object, kind: str, name: str) -> bool:
         if name == first:

@@ -140,7 +140,7 @@ class Revision(Stored):
 
     def refused(self) -> Revision:
         """This revision, whose instances have not begun to cost money: the cloud has refused the request for them."""
-        return self.model_copy(update={"paid_since": None})
+        return evolve(self, paid_since=None)
 
     def unpaid(self, now: datetime) -> Revision:
         """This revision, which gets no requests from now on."""
@@ -458,8 +458,8 @@ class EndpointRecord(Stored):
         if (found.refused, found.wait_reason) == (refused, reason):
             return self
         revisions = [each.refused() if each.number in numbers else each for each in self.revisions]
-        noted = found.model_copy(update={"refused": refused, "wait_reason": reason})
-        return self.model_copy(update={"revisions": revisions}).with_rollout(noted)
+        noted = evolve(found, refused=refused, wait_reason=reason)
+        return evolve(self, revisions=revisions).with_rollout(noted)
 
     def with_request(self, rollout: str, now: datetime) -> EndpointRecord:
         """This record before a rollout requests instances again, all of whose requests were refused up to now."""
@@ -467,8 +467,8 @@ class EndpointRecord(Stored):
         if not found.refused or found.state not in (RolloutState.DEPLOYING, RolloutState.CHECKING):
             return self
         revisions = [each.paid(now) if each.number in found.refused else each for each in self.revisions]
-        asked = found.model_copy(update={"refused": []})
-        return self.model_copy(update={"revisions": revisions}).with_rollout(asked)
+        asked = evolve(found, refused=[])
+        return evolve(self, revisions=revisions).with_rollout(asked)
 
     def copies(self, rollout: str, deadline: datetime, now: datetime) -> EndpointRecord:
         """This record with a rollout that copies its model first; one that copies already stays as it is."""
