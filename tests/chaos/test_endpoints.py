@@ -52,5 +52,5 @@ def test_the_rules_notice_a_broken_promise(
     monkeypatch: pytest.MonkeyPatch, why: str, owner: Any, name: str, broken: Any, rule: str
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    seeds = (402, 650, 659) if name == "_fence" else range(6)  # one life in a hundred has a call that comes too late
+    seeds = (120, 134, 201) if name == "_fence" else range(6)  # one life in a hundred has a call that comes too late
     assert any(problem.startswith(rule) for seed in seeds for problem in check(run(seed))), why

@@ -193,7 +193,8 @@ def _plan_users(world: World, cloud: EndpointCloud) -> None:
         _publish(world, cloud, 30 + draw.random() * 60, first)
         for _ in range(draw.randrange(3, 9)):
             run = draw.choice(RUNS_OF_A_LIFE)
-            change = {"rollback": endpoint} if draw.random() < 0.3 else {"serve": {"run": run, "endpoint": endpoint}}
+            serve = {"run": run, "endpoint": endpoint, "again": True}  # also a model that serves already
+            change = {"rollback": endpoint} if draw.random() < 0.3 else {"serve": serve}
             _publish(world, cloud, draw.random() * CALM_SECONDS, change)
         if draw.random() < 0.15:
             _publish(world, cloud, CALM_SECONDS * (0.5 + draw.random()), {"retire": endpoint})

@@ -8,7 +8,7 @@ until its answers have ended. A revision ends a connection with each answer, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import dns, tpu
-from dropforge.cloud.classify import classify, classify_first_look, client_errors
+from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.platforms.named import (
@@ -187,19 +187,24 @@ def machine_of(candidate: Candidate) -> tpu.Machine:
 
 def _check_owner(cloud: Cloud, wanted: tpu.Machine, candidate: Candidate) -> None:
     """Raise CloudError if a machine of that name is not of this endpoint, or is of a revision that no record knows."""
-    if (node := _node(cloud, wanted.node, classify_first_look)) is not None:
+    try:
+        node = _node(cloud, wanted.node)
+    except CloudError as error:
+        error.did_nothing = True  # nothing was requested before this look
+        raise
+    if node is not None:
         check_owner(wanted.node, dict(node.labels), candidate.deployment.settings, candidate.endpoint)
 
 
-def _node(cloud: Cloud, name: str, classified: Callable[[Exception], CloudError] = classify) -> Any:
-    """A node that runs or starts; None without one. Raises CloudError, which `classified` gives.
+def _node(cloud: Cloud, name: str) -> Any:
+    """A node that runs or starts; None without one. Raises CloudError.
 
     A preempted or stopped machine answers nothing, though its node still has an address.
     """
     try:
         node = tpu.find_node(cloud, name)
     except client_errors() as error:
-        raise classified(error) from error
+        raise classify(error) from error
     return node if status_of_node(node, name).phase in (Phase.PENDING, Phase.RUNNING) else None
 
 
