@@ -276,3 +276,13 @@ def test_every_change_that_a_refusal_names_would_do(make: Callable[[], JobSpec])
             changed = parse_spec(json.dumps(document).encode())
             left = phase_problems(changed, shape_for(changed))
             assert (problem.pointer, problem.message) not in [(each.pointer, each.message) for each in left], change
+
+
+def test_a_refusal_names_no_change_that_the_target_does_not_take() -> None:
+    """A checkpoint of all weights needs a larger disk than Cloud Run has, and more memory than beside 8 CPUs."""
+    training, model = {"adapter": {"type": "none"}}, {"source": "meta-llama/Llama-3.1-70B"}
+    spec = spec_of(L4, model=model, training=training, target={"disk_gib": 100})
+    assert row_of(spec, "checkpoint").need.disk > 1000 * GIB
+    found = "".join(problem.expected or "" for problem in phase_problems(spec, shape_for(spec)))
+    assert "disk_gib" not in found
+    assert "target.memory_gib" not in found

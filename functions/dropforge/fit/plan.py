@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from dropforge.base.changes import evolve
 from dropforge.base.errors import SpecProblem
@@ -126,9 +129,13 @@ def _changes(spec: JobSpec, row: Row, resource: str) -> Iterator[tuple[str, JobS
 
 
 def _raised(spec: JobSpec, place: Place, field: str, need: int) -> Iterator[tuple[str, JobSpec]]:
-    if field:
-        amount = max(10, math.ceil(need / GIB))
-        yield f"{place}.{field} {amount}", _with(spec, place, **{field: amount})
+    """The spec with more of a resource, if there is a field for it, and a machine with so much."""
+    if not field:
+        return
+    part, amount = getattr(spec, place), max(10, math.ceil(need / GIB))
+    with suppress(ValidationError):
+        larger = type(part).model_validate({**part.model_dump(by_alias=True), field: amount})
+        yield f"{place}.{field} {amount}", evolve(spec, **{place: larger})
 
 
 def _smaller_steps(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
