@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dropforge.spec import Columns, Dataset
@@ -70,7 +70,11 @@ def _tools(values: Mapping[str, Any]) -> Any:
 def _prompt_completion(values: Mapping[str, Any], reader: Reader) -> Row:
     prompt, completion = _column(values, "prompt"), _column(values, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation([*prompt, *completion], values, reader)
+        row = _conversation([*prompt, *completion], values, reader)
+        asked = len(prompt) + bool(_system(values))  # messages before the completion; their answers are read only
+        if not any(at >= asked for at in row.answers):
+            raise UnusableRow("the completion has no answer of the assistant")
+        return replace(row, muted=row.muted | {at for at in row.answers if at < asked})
     if (tools := _tools(values)) is not None:
         raise UnsupportedRow(
             f"the field 'tools' ({kind_of(tools)}) beside a prompt of text, which training would lose",
