@@ -261,7 +261,9 @@ def test_a_model_that_changes_after_its_request_is_not_served(user: User) -> Non
     with lent(user, "cloud_run") as named:
         own = user.wait(named.put()).run
         theirs = Elsewhere(user)
-        canary = named.ask(serve={"run": own, "endpoint": named.name, "canary": {"percent": 10, "for": "1h"}})
+        canary = named.ask(
+            serve={"run": own, "endpoint": named.name, "again": True, "canary": {"percent": 10, "for": "1h"}}
+        )
         named.reached(canary, RolloutState.WATCHING)
         asked = named.ask(serve={"run": theirs.uri, "endpoint": named.name})
         user.until(lambda: named.record.find(asked) is not None)

@@ -100,7 +100,8 @@ def cancel_deleted(context: Context, bucket: str, name: str, generation: str, md
         context.log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
         return
     uri, copy = f"gs://{bucket}/{name}", _copy_of(context, bucket, name, md5) if md5 else ""
-    cancel(context, run, cause=Cause(redact(f"the deletion of {uri}{copy and f', of which {copy} is a copy'}")))
+    text = f"the deletion of {uri}, of which {copy} is a copy" if copy else f"the deletion of {uri}"
+    cancel(context, run, cause=Cause(redact(text)))
 
 
 def _copy_of(context: Context, bucket: str, name: str, md5: str) -> str:
