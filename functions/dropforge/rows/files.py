@@ -9,12 +9,12 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, BinaryIO, TextIO
 
-from dropforge.spec.templates import MAX_CSV_FIELD
+from dropforge.spec.templates import MAX_CSV_FIELD, shown_columns
 
 from .values import kind_of
 
@@ -162,6 +162,7 @@ def csv_rows(lines: Iterable[str], separator: str = ",") -> Iterator[Raw]:
     csv.field_size_limit(MAX_CSV_FIELD)
     reader = csv.DictReader(lines, strict=True, delimiter=separator)
     try:
+        check_names(reader.fieldnames or ())
         for row in reader:
             yield _whole_row(row, reader, separator)
     except csv.Error as error:
@@ -172,6 +173,12 @@ def csv_rows(lines: Iterable[str], separator: str = ",") -> Iterator[Raw]:
             ) from None
         kind = UnfinishedFile if "unexpected end of data" in str(error) else BadFile
         raise kind(f"the data set is not {'CSV' if separator == ',' else 'TSV'}: {error}") from None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises BadFile if two columns have one name: a row would have only one of them."""
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise BadFile(f"the data set has two columns of the same name: {shown_columns(twice)}", "rename one of them")
 
 
 def _whole_row(row: dict[Any, Any], reader: csv.DictReader[str], separator: str) -> Raw:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from .files import BadFile
+from .files import BadFile, check_names
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # PyArrow's names
 BATCH_ROWS = 256
 FILE_MAGIC = b"ARROW1"  # (https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format)
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # (https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format)
 READ_AHEAD = 1 << 20  # bytes of each column of a Parquet file: a group of rows may have the whole file
 
 
@@ -56,17 +57,22 @@ def _table(path: Path, suffix: str) -> Iterator[tuple[Any, Iterator[Any]]]:
     with _whole(suffix, "write the file again"):
         if suffix == ".parquet":
             with parquet.ParquetFile(path, buffer_size=READ_AHEAD, pre_buffer=False) as table:
+                check_names(table.schema_arrow.names)
                 yield table.schema_arrow, table.iter_batches(BATCH_ROWS)
             return
         with OSFile(str(path)) as file:
             is_stream = file.read(len(FILE_MAGIC)) != FILE_MAGIC
+            file.seek(max(0, file.size() - len(STREAM_END)))
+            is_cut = is_stream and file.read() != STREAM_END
             file.seek(0)
-            if is_stream:
-                stream = ipc.open_stream(file)
-                yield stream.schema, iter(stream)
-            else:
-                found = ipc.open_file(file)
-                yield found.schema, map(found.get_batch, range(found.num_record_batches))
+            opened = (ipc.open_stream if is_stream else ipc.open_file)(file)
+            if is_cut:  # PyArrow takes the end of the file for the end of the stream
+                raise BadFile(
+                    "the data set is not a complete .arrow file: its stream has no end", "write the file again"
+                )
+            check_names(opened.schema.names)
+            batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
+            yield opened.schema, iter(batches)
 
 
 @contextmanager
@@ -82,7 +88,10 @@ def _whole(end: str, hint: str) -> Iterator[None]:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of a type that JSON lacks: dates and decimals as their text."""
+    """A value of a type that JSON lacks: dates, decimals, and bytes of UTF-8 (texts of some writers) as their text."""
     if isinstance(value, date | time | Decimal):
         return str(value)
-    return {"type": type(value).__name__}  # such as bytes, which is no text
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+    return {"type": type(value).__name__}  # such as an image's bytes: an object is no text

@@ -23,7 +23,7 @@ from containers.common.errors import BAD_DATA, JobError
 from containers.common.raw_rows import RawRows
 from containers.common.read_rows import values_of
 from containers.common.rows import normalise, prepare
-from dropforge.rows import Row, files, sources
+from dropforge.rows import Row, files, sources, tables
 from dropforge.spec import Dataset, Evaluation
 
 BUCKET = "data-bucket"
@@ -230,10 +230,46 @@ FILES = {
 }
 
 
-def test_a_table_has_dates_and_decimals_as_text_and_bytes_are_refused_by_their_type(cloud: Any, tmp_path: Path) -> None:
-    values = {"day": date(2026, 11, 29), "price": Decimal("1.50"), "nothing": math.nan, "picture": b"x", "tags": ["a"]}
+def test_a_table_has_dates_decimals_and_utf8_as_text_and_other_bytes_are_no_text(cloud: Any, tmp_path: Path) -> None:
+    values = {
+        "day": date(2026, 11, 29),
+        "price": Decimal("1.50"),
+        "nothing": math.nan,
+        "text": b"x",
+        "picture": b"\xff",
+    }
     (row,) = read(cloud, tmp_path, {"x.parquet": table_in("parquet", [values])})
-    assert row == {"day": "2026-11-29", "price": "1.50", "nothing": None, "picture": {"type": "bytes"}, "tags": ["a"]}
+    assert row == {"day": "2026-11-29", "price": "1.50", "nothing": None, "text": "x", "picture": {"type": "bytes"}}
+
+
+def test_an_arrow_stream_that_was_cut_between_two_batches_is_not_complete(cloud: Any, tmp_path: Path) -> None:
+    whole = FILES["stream.arrow"]
+    assert whole.endswith(tables.STREAM_END)
+    with pytest.raises(JobError, match=r"not a complete \.arrow file"):
+        read(cloud, tmp_path, {"x.arrow": whole.removesuffix(tables.STREAM_END)})
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.parquet", "x.arrow", "stream.arrow"])
+def test_two_columns_of_one_name_are_refused(cloud: Any, tmp_path: Path, name: str) -> None:
+    table, buffer = pyarrow.Table.from_arrays([[1], [2], [3]], names=["a", "b", "a"]), io.BytesIO()
+    if name.endswith("sv"):
+        buffer.write(b"a,b,a\n1,2,3\n".replace(b",", b"\t" if name == "x.tsv" else b","))
+    elif name == "x.parquet":
+        parquet.write_table(table, buffer)
+    else:
+        make = pyarrow.ipc.new_stream if name == "stream.arrow" else pyarrow.ipc.new_file
+        with make(buffer, table.schema) as file:
+            file.write_table(table)
+    with pytest.raises(JobError, match="two columns of the same name: a"):
+        read(cloud, tmp_path, {name: buffer.getvalue()})
+
+
+def test_answers_within_a_prompt_are_read_and_not_learnt() -> None:
+    asked, answered = ({"role": role, "content": "some words"} for role in ("user", "assistant"))
+    row = only([{"system": "Be brief.", "prompt": [asked, answered, asked], "completion": [answered]}])
+    assert (len(row.messages), row.muted, row.answers) == (5, frozenset({2}), [4])
+    with pytest.raises(JobError, match="the completion has no answer of the assistant"):
+        only([{"prompt": [asked, answered], "completion": [asked]}])
 
 
 @pytest.mark.parametrize("name", FILES)
