@@ -20,6 +20,11 @@ from .plain import echo
 
 STRUCK_TARGET = "cloud_run"  # the default target of the run that a fault strikes
 SHOWN = 10  # problems of a simulation: later problems often follow from the first
+LIVES: dict[str, Callable[..., History]] = {  # by the option that asks for them
+    "--focused": run_focused,
+    "--repeated": run_repeated,
+    "--containers": partial(run, real_containers=True),
+}
 Simulation = tuple[str, Callable[[], History]]  # the options that replay a simulation, and the simulation
 
 
@@ -59,14 +64,15 @@ def chaos(
     It starts no process and does not wait: hours pass in a fraction of a second. One seed has the same history in every
     process, and so the same digest. Exits with 1 if a promise was broken.
     """
-    if containers and focused:
-        raise click.BadParameter("--focused has no real containers", param_hint="--containers")
+    lives = [life for life, is_wanted in zip(LIVES, (focused, repeated, containers), strict=True) if is_wanted]
+    if len(lives) > 1 or (lives and lives != ["--containers"] and (each or strike)):
+        raise click.UsageError(f"{' and '.join(LIVES)} exclude each other; --strike and --each take --containers alone")
     began = time.monotonic()
     count, broken = 0, 0
     cells: list[Aim | None] = []
     is_replay = seed is not None or strike is not None
     chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    simulations = list(_simulations(chosen, strike, each, focused, repeated, containers, targets))
+    simulations = list(_simulations(chosen, strike, each, "".join(lives), targets))
     for options, simulate in counted(simulations, len(simulations), "simulations"):
         history = simulate()
         problems = check(history)
@@ -89,27 +95,17 @@ def chaos(
 
 
 def _simulations(
-    seeds: range,
-    strike: str | None,
-    each: bool,
-    focused: bool,
-    repeated: bool,
-    containers: bool,
-    targets: tuple[str, ...],
+    seeds: range, strike: str | None, each: bool, life: str, targets: tuple[str, ...]
 ) -> Iterator[Simulation]:
-    options = "".join([" --containers" * containers, *(f" --target {target}" for target in targets)])
+    options = "".join(f" {option}" for option in (life, *(f"--target {target}" for target in targets)) if option)
     if strike is None and not each:
-        drawn = targets or tuple(TARGETS)
-        whole = run_repeated if repeated else partial(run, real_containers=containers)
-        simulate, options = (
-            (run_focused, f" --focused{options}") if focused else (whole, " --repeated" * repeated + options)
-        )
+        simulate, drawn = LIVES.get(life, run), targets or tuple(TARGETS)
         yield from ((f"--seed {seed}{options}", partial(simulate, seed, drawn)) for seed in seeds)
         return
     if len(targets) > 1:
         raise click.BadParameter(f"{', '.join(targets)}: --strike and --each run one target", param_hint="--target")
     target = targets[0] if targets else STRUCK_TARGET
-    simulate = partial(run_struck, target=target, real_containers=containers)
+    simulate = partial(run_struck, target=target, real_containers=life == "--containers")
     for fault in _each_strike(simulate) if strike is None else [_strike(strike)]:
         yield f"--strike {fault.effect}:{fault.fault}{options}", partial(simulate, fault)
 

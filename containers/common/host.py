@@ -9,7 +9,7 @@ from dropforge.base.threads import Threads
 
 
 class Host(NamedTuple):
-    """What an attempt needs of its machine, besides its environment, its signals and its clients."""
+    """The clock and the threads of the machine on which an attempt runs."""
 
     clock: Clock = Clock()
     threads: Threads = Threads()

@@ -119,7 +119,7 @@ class StandinGate(Gate):
         yield b"data: [DONE]\n\n"
 
     def _chunks(self, chunk: dict[str, Any], body: dict[str, Any], model: str) -> list[dict[str, Any]]:
-        """What the client gets for a chunk of the engine. The usage comes last, by itself, and only if asked for."""
+        """The client's chunks for one chunk of the engine. The usage is the last one, if the client asked for it."""
         if "choices" not in chunk:  # an error
             return [chunk]
         self._metrics.count(chunk)

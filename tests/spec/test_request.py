@@ -73,7 +73,7 @@ def test_a_request_fits_the_published_schema_and_is_read(content: dict[str, Any]
     kind = kind_of(content)
     assert kind in content
     if kind in CHANGES:
-        assert kind_of(read_change(content)) == kind
+        assert type(read_change(content)).model_fields.keys() == {kind}
 
 
 @pytest.mark.parametrize(("content", "told"), WRONG, ids=lambda value: json.dumps(value) if value else "")

@@ -1,1 +1,1 @@
-"""What runs and endpoints may cost, what they have cost, and what Google Cloud bills for the control plane."""
+"""Money: the limits and the costs of runs and endpoints, and the price of the control plane."""

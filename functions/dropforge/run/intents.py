@@ -60,7 +60,7 @@ def claim(store: RunStore, digest: str, mine: Intent, now: datetime) -> Intent:
         try:
             return _read(store, joined)[0]
         except NotFound:
-            pass
+            pass  # this request has joined no run yet
         if _is_joined(store.find(held.run), now):
             store.put_new(joined, held.model_dump_json().encode())
             return held

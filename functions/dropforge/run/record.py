@@ -334,7 +334,7 @@ class Cause(NamedTuple):
 
 
 class Source(Stored):
-    """Where the request for a run came from.
+    """The origin of the request for a run.
 
     `text` says it to people. `topic` is the topic of a message, "" for the specs bucket; `submitter` is who dropped the
     spec in the console, "" where no console says who.

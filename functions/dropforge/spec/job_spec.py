@@ -93,7 +93,7 @@ class _Typed(Part):
 
     @classmethod
     def missing_members(cls) -> list[str]:
-        """What a platform must declare and this class does not."""
+        """The members that a platform must declare, and that this class lacks."""
         members = [name for name in cls.needed if name not in cls.model_fields and not hasattr(cls, name)]
         return sorted({*members, *cls.__abstractmethods__})
 

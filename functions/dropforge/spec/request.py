@@ -1,4 +1,4 @@
-"""What a message on a requests topic may request beside a run by its spec: schemas/request.schema.json.
+"""The requests that a message on a requests topic may have beside a job spec: schemas/request.schema.json.
 
 A message has one field, which says what it requests. The description of a field says what it must be: people read it
 when a message is wrong.
@@ -7,6 +7,8 @@ when a message is wrong.
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, JsonValue, Tag, TypeAdapter, ValidationError
@@ -153,27 +155,9 @@ CHANGES = frozenset(name for name, each in _KINDS.items() if each in Change.__ar
 
 
 def kind_of(content: Any) -> str | None:
-    """What a message requests, by the name of its one field; None for anything else, such as a spec."""
-    if isinstance(content, Part):
-        return next(iter(type(content).model_fields))
-    return (
-        next(iter(content))
-        if isinstance(content, dict) and len(content) == 1 and content.keys() <= _KINDS.keys()
-        else None
-    )
-
-
-AnyRequest = Annotated[
-    Annotated[ServeRequest, Tag("serve")]
-    | Annotated[RollbackRequest, Tag("rollback")]
-    | Annotated[RetireRequest, Tag("retire")]
-    | Annotated[ExtendRequest, Tag("extend")]
-    | Annotated[BudgetRequest, Tag("budget")]
-    | Annotated[CancelRequest, Tag("cancel")]
-    | Annotated[SpecUriRequest, Tag("spec_uri")],
-    Discriminator(kind_of),
-]
-REQUEST: TypeAdapter[Any] = TypeAdapter(AnyRequest)
+    """The kind of a request, which is the name of its one field; None for anything else, such as a spec."""
+    is_request = isinstance(content, dict) and len(content) == 1 and content.keys() <= _KINDS.keys()
+    return next(iter(content)) if is_request else None
 
 
 class WrongRequest(DropforgeError):
@@ -197,11 +181,13 @@ def read_change(content: dict[str, Any]) -> Change:
 
 def request_schema() -> dict[str, Any]:
     """The JSON Schema of requests, for schemas/. A job spec, which has a schema of its own, is a request, too."""
+    kinds: Any = reduce(or_, (Annotated[kind, Tag(name)] for name, kind in _KINDS.items()))
+    request: TypeAdapter[Any] = TypeAdapter(Annotated[kinds, Discriminator(kind_of)])
     return {
         "$id": "https://dropforge.dev/schemas/request.schema.json",
         "title": "dropforge request",
         "description": "A message on a requests topic that is not a job spec itself (job_spec.schema.json).",
-        **REQUEST.json_schema(by_alias=True),
+        **request.json_schema(by_alias=True),
     }
 
 

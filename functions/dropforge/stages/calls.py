@@ -1,4 +1,4 @@
-"""What the stages are called with: the JSON bodies of the requests of the workflow, the containers and the console.
+"""The JSON bodies of the requests that the workflow, the containers and the console send to the functions.
 
 A description says what a field must be: people read it when a request is malformed. Further fields are ignored, as a
 workflow may be newer than the functions.
@@ -69,7 +69,7 @@ class OfAttempt(OfRun):
 
 
 class Teardown(OfRun):
-    """What is deleted: the resources of an attempt, or of the run, with or without its endpoint."""
+    """An execution asks to delete the resources of an attempt, or of the run, with or without its endpoint."""
 
     scope: Attempt | Literal["run"] = Field(description="'run', or the number of an attempt")
     keep_endpoint: bool = Field(description="one of False, True")

@@ -127,7 +127,7 @@ def run_of_request(settings: Settings, request: Request) -> str:
 
 
 def _source(request: Request, uri: str = "") -> Source:
-    """Where the request of a message came from. `uri` is that of its spec, if it is in an object."""
+    """The origin of a request in a message. `uri` is that of its spec, if it is in an object."""
     return Source(text=f"topic {request.topic} message {request.key} {uri}".rstrip(), topic=request.topic)
 
 
@@ -332,7 +332,7 @@ def _accept(context: Context, intent: Intent, spec: JobSpec) -> Record:
 
 
 def source_of_object(context: Context, bucket: str, name: str, generation: str) -> Source:
-    """Where the request of an object in the specs bucket came from: the object, and who dropped it in the console."""
+    """The origin of a request in the specs bucket: the object, and the person who dropped it in the console."""
     text = f"gs://{bucket}/{name}#{generation}"
     return Source(text=text, submitter=_submitter(context, bucket, name, generation))
 

@@ -152,7 +152,7 @@ class Cloud:
             self.events.send("on_spec_deleted", event_of(_source(bucket), data), about)
 
     def _data(self, bucket: str, name: str, generation: int, size: int) -> dict[str, Any]:
-        """What an event tells about an object."""
+        """The data of an event about an object."""
         return {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
 
     def _bounded_token(self, boundary: dict[str, Any]) -> tuple[str, int]:

@@ -91,7 +91,7 @@ class ContainerClients:
         return self._credentials.spec(self._request)
 
     def renew(self) -> None:
-        """Have a token that does not end soon."""
+        """Renew the token if it ends soon."""
         if self.world.now > self._ends - RENEWED_SECONDS:
             self._credentials.token = None  # type: ignore[assignment]  # as google-auth has it before the first token
         self._credentials.present(self._request)

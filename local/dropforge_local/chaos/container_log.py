@@ -1,4 +1,4 @@
-"""What containers write to stderr, as facts: the warnings and errors of their logs."""
+"""The warnings and errors that containers log, as facts of the history."""
 
 from __future__ import annotations
 

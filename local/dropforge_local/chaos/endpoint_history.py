@@ -1,4 +1,4 @@
-"""What a history says of each named endpoint: its life, which endpoint_rules.py and vm_rules.py judge."""
+"""The lives of the named endpoints of a history, which endpoint_rules.py and vm_rules.py judge."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Life:
     handled: dict[str, At] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     publish_faults: bool = False
-    dearer: float = 0.0  # what each further placement costs more than the one before it, as a share of the first one's
+    dearer: float = 0.0  # the rise of the price from each placement to the next, as a share of the first one's
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Training:
         self._end(code)
 
     def _train(self, attempt: Attempt) -> Outcome:
-        """What every trainer of containers/ does, in its order."""
+        """The steps of every trainer of containers/, in their order."""
         if attempt.resend_success():
             return Outcome.done()
         spec, store = attempt.load_spec(), attempt.checkpoints

@@ -293,7 +293,7 @@ def test_a_request_without_a_model_is_for_the_served_one(model: dict[str, Any]) 
 
 @GATES
 def test_the_engine_learns_that_a_client_has_left(make: Make) -> None:
-    async def ask() -> None:
+    async def ask() -> bool:
         arrived, left = asyncio.Event(), asyncio.Event()
 
         async def handle(request: web.BaseRequest) -> web.Response:
@@ -308,9 +308,9 @@ def test_the_engine_learns_that_a_client_has_left(make: Make) -> None:
             asked = asyncio.create_task(client.post(CHAT, json=HELLO))
             await arrived.wait()
             asked.cancel()
-            await left.wait()
+            return await left.wait()
 
-    run(ask())
+    assert run(ask())
 
 
 def test_a_waiting_request_leaves_with_its_client() -> None:

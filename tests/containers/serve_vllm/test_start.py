@@ -1,4 +1,4 @@
-"""What a server reads before it starts its engine: the manifest, with its proof, and the adapters of other runs."""
+"""The files that a server reads before it starts: the manifest, with its proof, and the adapters of other runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ METHODS: dict[str, str] = {"sft": f"{__name__}.sft", "pretrain": f"{__name__}.pr
 
 @dataclass(frozen=True)
 class Method:
-    """What a training method declares.
+    """The declaration of a training method.
 
     `title`: the method in words. `trainers`: the software that trains by it. `data`: it takes the rows of a data set,
     or random tokens. `starts_from_base`: the training begins with the weights of the model, and not with random ones.
